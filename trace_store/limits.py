@@ -1,0 +1,27 @@
+"""Bounds that every part of the product agrees on. Each is checked where the value enters."""
+
+from __future__ import annotations
+
+ID_BYTES_MAX = 512
+"""Length of a run, partition or trajectory name in UTF-8 bytes."""
+
+SITES_MAX = 4096
+"""Sites of one run; a 128-layer model with moe_in, k and v has 384."""
+
+WIDTH_MAX = 65_536
+"""Elements of one token row at one site."""
+
+TOKENS_MAX = 2**31 - 1
+"""Largest token position, exclusive."""
+
+ATTEMPT_MAX = 2**31 - 1
+POLICY_VERSION_MAX = 2**63 - 1
+
+FRAME_BYTES = 1 << 20
+"""Target payload of one bulk message. 1 MiB: 256 KiB carried 0.6 to 0.8 and 4 MiB 0.55 to 0.75 of its rate."""
+
+FRAME_BYTES_MAX = 16 << 20
+"""Largest bulk message that either side accepts, header included."""
+
+SPANS_MAX = 65_536
+"""Spans of one read."""
