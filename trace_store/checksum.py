@@ -1,0 +1,61 @@
+"""Checksum of a record: xxh3-64 over its key and its bytes, the same on the client, on the wire and in a segment.
+
+The four parts are chained through the seed, so that no part has to be copied next to another:
+
+    s0 = xxh3_64(run 00 partition 00 trajectory, seed 0)                    names in UTF-8
+    s1 = xxh3_64(<BIQIIIB: kind, attempt, policy version, site, start, stop, scale per token>, seed s0)
+    s2 = xxh3_64(codes, seed s1)
+    s3 = xxh3_64(scales, uncompressed, seed s2)
+    checksum = xxh3_64(tensor scales, little-endian float32, seed s3)
+
+A flipped bit in a key column is found like one in the codes: no row can be served under another key.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+import xxhash
+
+from trace_store.frame import Buffer
+
+_KEY = struct.Struct("<BIQIIIB")
+
+
+class RowKind(enum.IntEnum):
+    """What a segment row is."""
+
+    RECORD = 0
+    SEAL = 1
+    RELEASE = 2
+    INDEX = 3
+
+
+NO_SITE = 0xFFFF_FFFF
+"""Site number of rows that are no records."""
+
+
+def trajectory_seed(run: str, partition: str, trajectory: str) -> int:
+    """s0: one call for all records of a trajectory."""
+    return int(xxhash.xxh3_64_intdigest(f"{run}\0{partition}\0{trajectory}".encode()))
+
+
+def record_checksum(
+    seed: int,
+    attempt: int,
+    policy_version: int,
+    site: int,
+    start: int,
+    stop: int,
+    scale_per_token: bool,
+    codes: Buffer,
+    scales: Buffer,
+    tensor_scales: Buffer,
+    kind: int = RowKind.RECORD,
+) -> int:
+    """Checksum of one row; ``seed`` is ``trajectory_seed`` of its trajectory."""
+    digest = xxhash.xxh3_64_intdigest
+    key = _KEY.pack(kind, attempt, policy_version, site, start, stop, scale_per_token)
+    state = digest(codes, digest(key, seed))
+    return int(digest(tensor_scales, digest(scales, state)))

@@ -1,0 +1,102 @@
+"""Arrow schema and metadata of a segment. FORMAT.md is normative; this module is its tables in code.
+
+A segment is an Arrow IPC file, one row per record, of one run and one partition. Rows of other kinds (a seal, a
+release, the index) use the same columns, so that a stock Arrow reader opens every part of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import pyarrow as pa
+
+from trace_store.errors import FormatError, InvalidRequest
+from trace_store.record import Site, check_site_table
+
+FORMAT_VERSION = "1"
+
+OPEN_SUFFIX = ".open"
+SEALED_SUFFIX = ".arrow"
+
+ENCODING_RAW = 0
+ENCODING_ZSTD = 1
+"""Block scales of one record as one zstd frame with its content size; used only where it is smaller than raw."""
+
+COLUMNS: tuple[tuple[str, pa.DataType], ...] = (
+    ("kind", pa.uint8()),
+    ("trajectory", pa.string()),
+    ("attempt", pa.uint32()),
+    ("policy_version", pa.uint64()),
+    ("site", pa.uint32()),
+    ("start", pa.uint32()),
+    ("stop", pa.uint32()),
+    ("codes", pa.binary()),
+    ("scales", pa.binary()),
+    ("scales_encoding", pa.uint8()),
+    ("tensor_scales", pa.binary()),
+    ("checksum", pa.uint64()),
+)
+
+FIELDS = [pa.field(name, kind, nullable=False) for name, kind in COLUMNS]
+
+
+@dataclass(frozen=True)
+class SegmentHeader:
+    """What a segment says of itself in the schema metadata: enough to rebuild the catalog from segments alone."""
+
+    run: str
+    partition: str
+    sites: tuple[Site, ...]
+    server: str
+    sequence: int
+    """Order among the segments of a partition that one server wrote."""
+
+
+def make_schema(header: SegmentHeader) -> pa.Schema:
+    """Schema with the segment's metadata, keys and values in UTF-8."""
+    return pa.schema(
+        FIELDS,
+        metadata={
+            "trace_store.format": FORMAT_VERSION,
+            "trace_store.run": header.run,
+            "trace_store.partition": header.partition,
+            "trace_store.server": header.server,
+            "trace_store.sequence": str(header.sequence),
+            "trace_store.sites": sites_json(header.sites),
+        },
+    )
+
+
+def read_header(schema: pa.Schema, name: str) -> SegmentHeader:
+    """Read a segment's metadata.
+
+    Raises:
+        FormatError: the schema is not that of a segment of this version; names the segment and what differs.
+    """
+    metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    version = metadata.get("trace_store.format")
+    if version != FORMAT_VERSION:
+        raise FormatError(f"segment has an unknown format version, segment={name} version={version}")
+    if [(field.name, field.type) for field in schema] != list(COLUMNS):
+        raise FormatError(f"segment has other columns than format {FORMAT_VERSION}, segment={name}")
+    try:
+        return SegmentHeader(
+            run=metadata["trace_store.run"],
+            partition=metadata["trace_store.partition"],
+            sites=sites_from_json(metadata["trace_store.sites"]),
+            server=metadata["trace_store.server"],
+            sequence=int(metadata["trace_store.sequence"]),
+        )
+    except (KeyError, ValueError, TypeError, InvalidRequest) as error:
+        raise FormatError(f"segment metadata is malformed, segment={name} cause={error!r}") from error
+
+
+def sites_json(sites: Sequence[Site]) -> str:
+    """Site table as JSON, in table order."""
+    return json.dumps([asdict(site) for site in sites], separators=(",", ":"))
+
+
+def sites_from_json(text: str) -> tuple[Site, ...]:
+    return check_site_table([Site(**entry) for entry in json.loads(text)])

@@ -1,0 +1,291 @@
+"""Write one segment: Arrow record batches straight to a file descriptor, the index row and the footer at the end.
+
+pyarrow writes into a sink of ours that collects buffers and notes where each one lands; one ``writev`` per record
+batch then moves them, without a copy of codes. A write that fails part way is undone by truncation, so the file always
+ends after a whole record batch, or, after a crash, with one torn batch that recovery drops.
+
+States: open (``NAME.open``, a recoverable stream) -> sealed (``NAME.arrow``, immutable) or abandoned (a write or sync
+failed; what was written before stays readable, nothing is added).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import zstandard
+
+from trace_store.checksum import NO_SITE, RowKind, record_checksum, trajectory_seed
+from trace_store.chunk import Chunk, iterate_records
+from trace_store.errors import StorageFailed, StorageFull, TraceStoreError
+from trace_store.segment.index import ROW, SegmentIndex
+from trace_store.segment.schema import (
+    COLUMNS,
+    ENCODING_RAW,
+    ENCODING_ZSTD,
+    OPEN_SUFFIX,
+    SEALED_SUFFIX,
+    SegmentHeader,
+    make_schema,
+)
+
+SCALES_COMPRESS_BYTES_MIN = 256
+"""Shorter scale columns stay raw: a zstd frame costs 10 to 20 bytes and 3 microseconds."""
+
+_IOV_MAX = 1000
+
+
+def storage_error(error: OSError, path: Path) -> TraceStoreError:
+    """The typed error of a failed file operation."""
+    reason = f"{os.strerror(error.errno or 0).lower()}, path={path.name}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return StorageFull(f"no room on the data disk: {reason}")
+    return StorageFailed(f"the data disk failed: {reason}")
+
+
+def sync_directory(directory: Path) -> None:
+    """Make directory entries durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Sink:
+    """File object for pyarrow that keeps every written buffer and its position instead of writing it."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = []
+        self.places: dict[int, int] = {}
+        self.position = 0
+
+    def write(self, part: Any) -> int:
+        size = len(part)
+        if isinstance(part, pa.Buffer):
+            self.places[part.address] = self.position
+        self.parts.append(part)
+        self.position += size
+        return size
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.position
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def take(self) -> list[Any]:
+        parts, self.parts, self.places = self.parts, [], {}
+        return parts
+
+
+class SegmentWriter:
+    """The one writer of a segment. Not thread-safe, except that ``sync`` may run beside ``append``."""
+
+    def __init__(self, directory: Path, name: str, header: SegmentHeader) -> None:
+        self.header = header
+        self.name = name
+        self.directory = directory
+        self.path = directory / (name + OPEN_SUFFIX)
+        self.index = SegmentIndex()
+        self.written_bytes = 0
+        self.abandoned: TraceStoreError | None = None
+        self._schema = make_schema(header)
+        self._compressor = zstandard.ZstdCompressor(level=1)
+        self._sink = _Sink()
+        try:
+            self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        except OSError as error:
+            raise storage_error(error, self.path) from error
+        self._arrow = pa.ipc.new_file(pa.PythonFile(self._sink, "w"), self._schema)
+        try:
+            self._flush()
+            sync_directory(directory)
+        except (TraceStoreError, OSError) as error:
+            self.close()
+            self.path.unlink(missing_ok=True)
+            raise storage_error(error, self.path) if type(error) is OSError else error from None
+
+    def append_chunk(self, chunk: Chunk) -> npt.NDArray[np.void]:
+        """Write a checked chunk as one record batch and return its index rows.
+
+        Raises:
+            StorageFull, StorageFailed: nothing of the chunk is in the file.
+        """
+        table = self.header.sites
+        keys: list[tuple[str, int, int, int, int, int, int]] = []
+        scales: list[Any] = []
+        encodings: list[int] = []
+        lengths: list[tuple[int, int]] = []
+        for record in iterate_records(chunk, table):
+            group, position = record.group, record.position
+            encoding, stored = self._encode_scales(record.scales)
+            keys.append(
+                (
+                    group.trajectory,
+                    group.attempt,
+                    group.policy_version,
+                    group.sites[position],
+                    group.start,
+                    group.stop,
+                    group.checksums[position],
+                )
+            )
+            scales.append(stored)
+            encodings.append(encoding)
+            lengths.append((record.codes.nbytes, record.tensor_scales.nbytes))
+        columns = list(zip(*keys, strict=True))
+        code_lengths, tensor_lengths = zip(*lengths, strict=True)
+        arrays = [
+            pa.array(np.full(len(keys), RowKind.RECORD, np.uint8)),
+            pa.array(columns[0], pa.string()),
+            pa.array(columns[1], pa.uint32()),
+            pa.array(columns[2], pa.uint64()),
+            pa.array(columns[3], pa.uint32()),
+            pa.array(columns[4], pa.uint32()),
+            pa.array(columns[5], pa.uint32()),
+            _binary(code_lengths, pa.py_buffer(chunk.codes)),
+            _binary([len(part) for part in scales], pa.py_buffer(b"".join(scales))),
+            pa.array(encodings, pa.uint8()),
+            _binary(tensor_lengths, pa.py_buffer(chunk.tensor_scales)),
+            pa.array(columns[6], pa.uint64()),
+        ]
+        return self.append_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+
+    def append_control(
+        self, kind: RowKind, trajectory: str, attempt: int, start: int, stop: int
+    ) -> npt.NDArray[np.void]:
+        """Write a seal (start = prompt tokens, stop = tokens) or a release row."""
+        return self.append_batch(self._single_row(kind, trajectory, attempt, start, stop, b""))
+
+    def append_batch(self, batch: pa.RecordBatch) -> npt.NDArray[np.void]:
+        """Write a record batch with the segment's columns and return its index rows."""
+        if self.abandoned is not None:
+            raise self.abandoned
+        self._arrow.write_batch(batch)
+        places = dict(self._sink.places)
+        self._flush()
+        rows = index_rows(batch, lambda buffer: places[buffer.address], self.index)
+        self.index.extend(rows)
+        return rows
+
+    def sync(self) -> None:
+        """Make everything written so far survive a power cut.
+
+        A failed sync abandons the segment: the kernel may have dropped the dirty pages, so a second attempt on the
+        same file could succeed without the bytes.
+        """
+        if self.abandoned is not None:
+            raise self.abandoned
+        try:
+            os.fdatasync(self.descriptor)
+        except OSError as error:
+            self.abandoned = storage_error(error, self.path)
+            raise self.abandoned from error
+
+    def seal(self) -> Path:
+        """Write index row and footer, sync, rename to the sealed name, sync the directory."""
+        blob = self.index.to_bytes()
+        if self.abandoned is not None:
+            raise self.abandoned
+        self._arrow.write_batch(self._single_row(RowKind.INDEX, "", 0, 0, 0, blob))
+        self._arrow.close()
+        self._flush()
+        self.sync()
+        sealed = self.directory / (self.name + SEALED_SUFFIX)
+        try:
+            os.rename(self.path, sealed)
+            self.path = sealed
+            sync_directory(self.directory)
+        except OSError as error:
+            self.abandoned = storage_error(error, self.path)
+            raise self.abandoned from error
+        self.index.seal()
+        return sealed
+
+    def close(self) -> None:
+        """Close the descriptor; an open segment stays recoverable."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def _single_row(
+        self, kind: RowKind, trajectory: str, attempt: int, start: int, stop: int, codes: bytes
+    ) -> pa.RecordBatch:
+        seed = trajectory_seed(self.header.run, self.header.partition, trajectory)
+        checksum = record_checksum(seed, attempt, 0, NO_SITE, start, stop, False, codes, b"", b"", kind)
+        values = [kind, trajectory, attempt, 0, NO_SITE, start, stop, codes, b"", ENCODING_RAW, b"", checksum]
+        arrays = [pa.array([value], type_) for value, (_, type_) in zip(values, COLUMNS, strict=True)]
+        return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+
+    def _encode_scales(self, scales: memoryview) -> tuple[int, Any]:
+        if scales.nbytes >= SCALES_COMPRESS_BYTES_MIN:
+            packed = self._compressor.compress(scales)
+            if len(packed) < scales.nbytes:
+                return ENCODING_ZSTD, packed
+        return ENCODING_RAW, scales
+
+    def _flush(self) -> None:
+        """Move the sink's buffers to the file, or leave the file as it was and abandon the segment."""
+        parts = [memoryview(part) for part in self._sink.take()]
+        try:
+            size = _write_all(self.descriptor, parts)
+        except OSError as error:
+            # pyarrow counts the batch as written; its footer would point at bytes that are not there.
+            self.abandoned = storage_error(error, self.path)
+            # If even that fails, a torn tail stays behind the last index row, and recovery drops it.
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.descriptor, self.written_bytes)
+            raise self.abandoned from error
+        self.written_bytes += size
+
+
+def _write_all(descriptor: int, parts: list[memoryview]) -> int:
+    total = 0
+    while parts:
+        written = os.writev(descriptor, parts[:_IOV_MAX])
+        total += written
+        while parts and written >= parts[0].nbytes:
+            written -= parts[0].nbytes
+            parts.pop(0)
+        if written:
+            parts[0] = parts[0][written:]
+    return total
+
+
+def _binary(lengths: Sequence[int], values: pa.Buffer) -> pa.Array:
+    offsets = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    return pa.Array.from_buffers(pa.binary(), len(lengths), [None, pa.py_buffer(offsets), values])
+
+
+def index_rows(batch: pa.RecordBatch, place: Any, index: SegmentIndex) -> npt.NDArray[np.void]:
+    """Index rows of a record batch; ``place(buffer)`` is the file position of one of its value buffers."""
+    rows = np.zeros(batch.num_rows, ROW)
+    for name in ("kind", "scales_encoding", "attempt", "policy_version", "site", "start", "stop", "checksum"):
+        rows[name] = batch.column(name).to_numpy(zero_copy_only=False)
+    rows["trajectory"] = [index.trajectory_number(name) for name in batch.column("trajectory").to_pylist()]
+    for column, prefix in (("codes", "codes"), ("scales", "scales"), ("tensor_scales", "tensor")):
+        array = batch.column(column)
+        _, offset_buffer, values = array.buffers()
+        offsets = np.frombuffer(offset_buffer, np.int32)[array.offset : array.offset + len(array) + 1].astype(np.int64)
+        rows[f"{prefix}_bytes"] = np.diff(offsets)
+        # A column whose values are all empty has no buffer in the file.
+        if values is not None and offsets[-1] > offsets[0]:
+            rows[f"{prefix}_offset"] = place(values) + offsets[:-1]
+    return rows
