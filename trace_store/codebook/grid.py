@@ -23,7 +23,8 @@ Definitions (a in units of the total scale, r the recorded low b bits, magnitude
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -43,7 +44,7 @@ PLACES = 97
 
 _UNIT = 16
 _V = tuple(round(float(v) * _UNIT) for v in MAGNITUDES)
-_BOUNDARY = tuple((low + high) // 2 for low, high in zip(_V, _V[1:], strict=False))
+_BOUNDARY = tuple((low + high) // 2 for low, high in pairwise(_V))
 _FAR = 10**6
 
 
@@ -54,7 +55,10 @@ def places(z: Floats) -> npt.NDArray[np.int16]:
     np.multiply(z, np.float32(8), out=z)
     below = z.astype(np.int16)
     # ceil differs from floor exactly where 8 a is no integer.
-    return below + below + (z != below)
+    between = z != below
+    below += below
+    below += between
+    return below
 
 
 def _bracket(a: int) -> int:
@@ -93,13 +97,13 @@ def _clamp_to_bracket(a: int, k: int) -> int:
     return min(max(k, low), low + 1)
 
 
-@lru_cache(maxsize=None)
+@cache
 def rtn_table() -> npt.NDArray[np.uint8]:
     """Magnitude index by place, uint8 [97]."""
     return np.array([_rtn(a) for a in range(PLACES)], dtype=np.uint8)
 
 
-@lru_cache(maxsize=None)
+@cache
 def guided_table(bits: int, rule: str) -> npt.NDArray[np.uint8]:
     """Magnitude index by record * 97 + place, uint8 [2^bits * 97].
 
@@ -109,9 +113,6 @@ def guided_table(bits: int, rule: str) -> npt.NDArray[np.uint8]:
     rows = []
     for record in range(1 << bits):
         for a in range(PLACES):
-            if bits == 4:
-                k = record if record < 8 else 0
-            else:
-                k = _reconstruct(a, record, bits, rule)
+            k = (record if record < 8 else 0) if bits == 4 else _reconstruct(a, record, bits, rule)
             rows.append(_clamp_to_bracket(a, k))
     return np.array(rows, dtype=np.uint8)

@@ -32,7 +32,7 @@ def unpack(planes: Any) -> Bytes:
             f"planes must be uint8 [T, 1 to 3, W / 8], dtype={planes.dtype} shape={list(planes.shape)}",
             argument="planes",
         )
-    low = np.unpackbits(planes[:, 0], axis=1, bitorder="little")
+    low: Bytes = np.unpackbits(planes[:, 0], axis=1, bitorder="little")
     for bit in range(1, planes.shape[1]):
         low |= np.unpackbits(planes[:, bit], axis=1, bitorder="little") << bit
     return low
@@ -41,7 +41,8 @@ def unpack(planes: Any) -> Bytes:
 def pack_full(codes: Any) -> Bytes:
     """Full rows uint8 [T, W / 2] of codes uint8 [T, W], W even."""
     codes = _codes(codes, 2)
-    packed: Bytes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    packed: Bytes = codes[:, 1::2] << np.uint8(4)
+    packed |= codes[:, 0::2]
     return packed
 
 
@@ -53,22 +54,22 @@ def unpack_full(rows: Any) -> Bytes:
             f"full rows must be uint8 [T, W / 2], dtype={rows.dtype} shape={list(rows.shape)}", argument="rows"
         )
     codes = np.empty((rows.shape[0], 2 * rows.shape[1]), dtype=np.uint8)
-    codes[:, 0::2] = rows & 15
-    codes[:, 1::2] = rows >> 4
+    codes[:, 0::2] = rows & np.uint8(15)
+    codes[:, 1::2] = rows >> np.uint8(4)
     return codes
 
 
 def _codes(codes: Any, multiple: int) -> Bytes:
     """``codes`` if they are uint8 [T, W] of values 0 to 15 with W a multiple of ``multiple``."""
-    codes = np.asarray(codes)
-    if codes.dtype != np.uint8 or codes.ndim != 2:
+    checked: Bytes = np.asarray(codes)
+    if checked.dtype != np.uint8 or checked.ndim != 2:
         raise InvalidRequest(
-            f"codes must be uint8 [T, W], dtype={codes.dtype} shape={list(codes.shape)}", argument="codes"
+            f"codes must be uint8 [T, W], dtype={checked.dtype} shape={list(checked.shape)}", argument="codes"
         )
-    if codes.shape[1] % multiple:
+    if checked.shape[1] % multiple:
         raise InvalidRequest(
-            f"the width of codes must be a multiple of {multiple}, width={codes.shape[1]}", argument="codes"
+            f"the width of codes must be a multiple of {multiple}, width={checked.shape[1]}", argument="codes"
         )
-    if codes.size and int(codes.max()) > 15:
-        raise InvalidRequest(f"codes must be 0 to 15, got={int(codes.max())}", argument="codes")
-    return codes
+    if checked.size and int(checked.max()) > 15:
+        raise InvalidRequest(f"codes must be 0 to 15, got={int(checked.max())}", argument="codes")
+    return checked

@@ -11,8 +11,8 @@ NVFP4 is the exact (non fast-math) mode of FlashInfer, which follows Transformer
 One deviation, on purpose: a block whose SF byte is 0 (all zeros, or so small beside the tensor's maximum that the byte
 underflows) gets codes 0 and 8, where those kernels may write +-6 under a zero scale. Both decode to zeros.
 
-MXFP4 uses the scale rule of OCP MX v1.0: the exponent is floor(log2(amax of the block)) - 2, clamped to byte 0 to 254, a
-zero block has byte 0; a maximum above 6 times its scale saturates. ``mxfp4_block16`` uses the same rule on blocks of
+MXFP4 uses the scale rule of OCP MX v1.0: the exponent is floor(log2(amax of the block)) - 2, clamped to bytes 0 to 254;
+a zero block has byte 0; a maximum above 6 times its scale saturates. ``mxfp4_block16`` uses the same rule on blocks of
 16; SGLang's own KV quantizer rounds its exponent up and its ties away from zero, so record its bytes, do not recompute
 them. No scale can be recomputed from amax in general: a record always carries the bytes.
 """
@@ -107,9 +107,9 @@ def dequantize(codes: Any, scales: Any, tensor_scale: Any, *, format: str) -> Fl
 def native_round(x: Any, *, format: str, tensor_scale: Any = None) -> Floats:
     """What a row without a record becomes: quantized with the trainer's own scales and decoded, float32 [T, W].
 
-    For NVFP4 without ``tensor_scale`` each row has its own decode scale, 1 / G with G = min(448 * 6 / amax(row), FLT_MAX),
-    as if ``quantize`` had got the row alone. Unlike ``quantize`` this raises nothing for NaN and infinity: they make their
-    whole block NaN, and the whole row where the row's maximum sets the scale.
+    For NVFP4 without ``tensor_scale`` each row has its own decode scale, as if ``quantize`` had got the row alone:
+    1 / G with G = min(448 * 6 / amax(row), FLT_MAX). Unlike ``quantize`` this raises nothing for NaN and infinity: they
+    make their whole block NaN, and the whole row where the row's maximum sets the scale.
     """
     fmt = block_format(format)
     x = float_rows(x, fmt)
@@ -164,13 +164,15 @@ def _quantize_rows(x: npt.NDArray[Any], fmt: BlockFormat, encode: Floats | None)
 
 def _encode_scales(amax: Floats) -> Floats:
     with np.errstate(divide="ignore", over="ignore"):
-        encode = np.minimum(_FULL_RANGE / amax, _FLT_MAX)
-    return np.where(amax == 0, np.float32(1), encode)
+        encode: Floats = np.minimum(_FULL_RANGE / amax, _FLT_MAX)
+    encode[amax == 0] = 1
+    return encode
 
 
 def _reciprocal(decode: Floats) -> Floats:
     with np.errstate(over="ignore"):
-        return np.minimum(np.float32(1) / decode, _FLT_MAX)
+        encode: Floats = np.minimum(np.float32(1) / decode, _FLT_MAX)
+    return encode
 
 
 def _given_scales(tensor_scale: Any, tokens: int) -> Floats:

@@ -33,7 +33,7 @@ from trace_store.errors import InvalidRequest
 CHUNK_ELEMENTS = 1 << 17
 """Elements per pass. The temporaries of a chunk stay in a core's L2 cache."""
 
-Choose = Callable[[Floats, slice], npt.NDArray[np.uint8]]
+Choose = Callable[[Floats, slice], Bytes]
 """(z of a chunk, its rows) -> codes 0 to 15 with the sign of z. z is scratch."""
 
 
@@ -48,10 +48,19 @@ def spread(blocks: Floats, fmt: BlockFormat) -> Floats:
     return np.repeat(blocks, fmt.block, axis=1)
 
 
-def rtn_choose(z: Floats, rows: slice) -> npt.NDArray[np.uint8]:
+def sign_bits(z: Floats) -> Bytes:
+    """8 where z is negative or -0, else 0."""
+    sign: Bytes = np.signbit(z).view(np.uint8)
+    sign <<= np.uint8(3)
+    return sign
+
+
+def rtn_choose(z: Floats, rows: slice) -> Bytes:
     """Codes of the nearest codewords, ties to the even code, saturating; the sign of z is kept on underflow."""
-    sign = np.signbit(z).view(np.uint8) << 3
-    return rtn_table()[places(z)] | sign
+    sign = sign_bits(z)
+    codes: Bytes = rtn_table()[places(z)]
+    codes |= sign
+    return codes
 
 
 def _guided_choose(records: Any, bits: int, rule: str, tokens: int, width: int) -> Choose:
@@ -64,12 +73,14 @@ def _guided_choose(records: Any, bits: int, rule: str, tokens: int, width: int) 
     records = byte_array(records, "planes", shape)
     table = guided_table(bits, "paper" if bits == 4 else rule)
 
-    def choose(z: Floats, rows: slice) -> npt.NDArray[np.uint8]:
-        sign = np.signbit(z).view(np.uint8) << 3
+    def choose(z: Floats, rows: slice) -> Bytes:
+        sign = sign_bits(z)
         record = unpack_full(records[rows]) ^ sign if bits == 4 else unpack(records[rows])
         entry = record.astype(np.int16) * np.int16(PLACES)
         entry += places(z)
-        return table[entry] | sign
+        codes: Bytes = table[entry]
+        codes |= sign
+        return codes
 
     return choose
 
@@ -137,8 +148,8 @@ def guided_round(
 def rtn_codes(x: Any, scales: Any, tensor_scale: Any, *, format: str) -> Bytes:
     """Codes uint8 [T, W] that ``rtn_round`` chooses; x = 0 gives code 0, a block whose s is 0 codes 0 and 8.
 
-    Applied to the result of ``guided_round`` under the same scales it gives back the codes that guidance chose: v * s is
-    within an ulp of a codeword. Non-finite x or scales raise InvalidRequest, since no code says NaN.
+    Applied to the result of ``guided_round`` under the same scales it gives back the codes that guidance chose: v * s
+    is within an ulp of a codeword. Non-finite x or scales raise InvalidRequest, since no code says NaN.
     """
     fmt = block_format(format)
     x = float_rows(x, fmt)

@@ -21,13 +21,12 @@ def _e4m3_table() -> Floats:
     # Exponent field 0 is denormal: no hidden bit, and the exponent of field 1. A value is an integer times 2^(e - 10).
     value = np.ldexp(np.where(exponent == 0, mantissa, mantissa + 8).astype(np.float64), np.maximum(exponent, 1) - 10)
     value[(byte & 0x7F) == 0x7F] = np.nan
-    return np.copysign(value, np.where(byte & 0x80, -1.0, 1.0)).astype(np.float32)
+    table: Floats = np.copysign(value, np.where(byte & 0x80, -1.0, 1.0)).astype(np.float32)
+    return table
 
 
 def _e8m0_table() -> Floats:
-    value = np.ldexp(1.0, np.arange(256) - 127).astype(np.float32)
-    value[255] = np.nan
-    return value
+    return np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
 
 
 E4M3_TABLE = _e4m3_table()
@@ -50,10 +49,11 @@ def e4m3_encode(values: npt.ArrayLike) -> Bytes:
     magnitude = np.minimum(np.where(nan, np.float32(0), np.abs(values)), np.float32(E4M3_MAX))
     # Steps of 2^(e - 3) inside the binade 2^e, and of 2^-9 below the smallest normal 2^-6. The scaling is exact and
     # np.rint rounds halves to even; a carry out of 15 steps lands on the next binade's first code by itself.
-    exponent = np.maximum(np.frexp(magnitude)[1] - 1, -6)
+    exponent = np.where(magnitude == 0, -6, np.maximum(np.frexp(magnitude)[1] - 1, -6))
     steps = np.rint(np.ldexp(magnitude, 3 - exponent)).astype(np.int32)
-    code = ((exponent + 6) * 8 + steps).astype(np.uint8)
-    return np.where(nan, np.uint8(0x7F), code | (np.signbit(values).astype(np.uint8) << 7)).astype(np.uint8)
+    code: Bytes = np.asarray((exponent + 6) * 8 + steps).astype(np.uint8)
+    code |= np.signbit(values).astype(np.uint8) << np.uint8(7)
+    return np.where(nan, np.uint8(0x7F), code)
 
 
 def e8m0_decode(scales: npt.ArrayLike) -> Floats:
@@ -63,7 +63,7 @@ def e8m0_decode(scales: npt.ArrayLike) -> Floats:
 
 
 def e8m0_encode_floor(values: npt.ArrayLike) -> Bytes:
-    """E8M0 bytes of the largest powers of two not above ``|values|``, clamped to [0, 254]; 0 gives 0, NaN and inf 255."""
+    """E8M0 bytes of the largest power of two not above ``|value|``, clamped to 0 to 254; 0 gives 0, NaN and inf 255."""
     magnitude = np.abs(np.asarray(values, dtype=np.float32))
     exponent = np.clip(np.frexp(np.where(np.isfinite(magnitude), magnitude, 1))[1] - 1 + 127, 0, 254)
     exponent = np.where(magnitude == 0, 0, exponent)
