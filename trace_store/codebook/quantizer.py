@@ -64,22 +64,18 @@ def quantize(
     """
     fmt = block_format(format)
     x = float_rows(x, fmt)
-    _check_finite(x)
+    amax = _finite_amax(x)
     if fmt.scale == "e8m0":
         _check_unit_scale(tensor_scale)
-        codes, scales = _quantize_rows(x, fmt, None)
-        return codes, scales, np.float32(1)
+        return *_quantize_rows(x, fmt, None), np.float32(1)
     if tensor_scale is None:
-        encode = _encode_scales(
-            np.abs(x).max(keepdims=True).astype(np.float32) if x.size else np.zeros((1, 1), np.float32)
-        )
-        decode: npt.NDArray[np.float32] | np.float32 = np.float32((np.float32(1) / encode)[0, 0])
+        encode = _encode_scales(np.full((1, 1), amax))
+        decode: npt.NDArray[np.float32] | np.float32 = np.float32(1) / encode[0, 0]
     else:
-        rows = _given_scales(tensor_scale, x.shape[0])
-        encode = _reciprocal(rows)
-        decode = rows[:, 0] if np.ndim(tensor_scale) else np.float32(rows[0, 0])
-    codes, scales = _quantize_rows(x, fmt, encode)
-    return codes, scales, decode
+        given = _given_scales(tensor_scale, x.shape[0])
+        encode = _reciprocal(given)
+        decode = given[:, 0] if np.ndim(tensor_scale) else given[0, 0]
+    return *_quantize_rows(x, fmt, encode), decode
 
 
 def dequantize(codes: Any, scales: Any, tensor_scale: Any, *, format: str) -> Floats:
@@ -187,10 +183,16 @@ def _check_unit_scale(tensor_scale: Any) -> None:
         raise InvalidRequest("the mxfp4 formats have no tensor scale; give None or 1", argument="tensor_scale")
 
 
-def _check_finite(x: npt.NDArray[Any]) -> None:
-    bad = ~np.isfinite(x)
-    if bad.any():
-        token, element = (int(axis[0]) for axis in np.nonzero(bad))
-        raise InvalidRequest(
-            f"x must be finite, token={token} element={element} value={float(x[token, element])}", argument="x"
-        )
+def _finite_amax(x: npt.NDArray[Any]) -> np.float32:
+    """max |x|, 0 for no tokens; raises at the first NaN or infinity."""
+    largest = 0.0
+    for rows in row_chunks(*x.shape):
+        amax = np.abs(x[rows].astype(np.float32)).max()
+        if not np.isfinite(amax):
+            token, element = (int(axis[0]) for axis in np.nonzero(~np.isfinite(x[rows].astype(np.float32))))
+            token += rows.start
+            raise InvalidRequest(
+                f"x must be finite, token={token} element={element} value={float(x[token, element])}", argument="x"
+            )
+        largest = max(largest, float(amax))
+    return np.float32(largest)

@@ -11,6 +11,7 @@ Arithmetic, float32 throughout and the same in the kernels:
     x not finite, or s not finite (NaN scale byte, NaN or infinite tensor scale, overflow): y = NaN, also for x = 0
     a non-zero x that rounds to magnitude 0 gives a zero with the sign of x
     |z| > 6 (inf included) saturates at 6 under RTN and chooses between 4 and 6 when guided
+    v * s overflows to inf as IEEE multiplication does; only |x| within a factor 2 of FLT_MAX can meet it
 
 Producers write non-negative block scales; a byte with the sign bit set decodes to a negative number and the rules then
 hold for z. Memory: the work runs over chunks of rows, so the peak is the result plus about 4 MiB.
