@@ -144,6 +144,7 @@ def test_a_zero_scale_gives_positive_zeros(byte):
     ):
         assert (y == 0).all()
         assert not np.signbit(y).any()
+    assert codebook.rtn_codes(x, scale(byte), 1.0, format="nvfp4")[0, :4].tolist() == [0, 8, 0, 8]
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def quantize(
         _check_unit_scale(tensor_scale)
         return *_quantize_rows(x, fmt, None), np.float32(1)
     if tensor_scale is None:
-        encode = _encode_scales(np.full((1, 1), amax))
+        encode = _encode_scales(np.full((1, 1), amax, dtype=np.float32))
         decode: npt.NDArray[np.float32] | np.float32 = np.float32(1) / encode[0, 0]
     else:
         given = _given_scales(tensor_scale, x.shape[0])
@@ -183,7 +183,7 @@ def _check_unit_scale(tensor_scale: Any) -> None:
         raise InvalidRequest("the mxfp4 formats have no tensor scale; give None or 1", argument="tensor_scale")
 
 
-def _finite_amax(x: npt.NDArray[Any]) -> np.float32:
+def _finite_amax(x: npt.NDArray[Any]) -> float:
     """max |x|, 0 for no tokens; raises at the first NaN or infinity."""
     largest = 0.0
     for rows in row_chunks(*x.shape):
@@ -195,4 +195,4 @@ def _finite_amax(x: npt.NDArray[Any]) -> np.float32:
                 f"x must be finite, token={token} element={element} value={float(x[token, element])}", argument="x"
             )
         largest = max(largest, float(amax))
-    return np.float32(largest)
+    return largest
