@@ -3,7 +3,7 @@
 The four parts are chained through the seed, so that no part has to be copied next to another:
 
     s0 = xxh3_64(run 00 partition 00 trajectory, seed 0)                    names in UTF-8
-    s1 = xxh3_64(<BIQIIIB: kind, attempt, policy version, site, start, stop, scale per token>, seed s0)
+    s1 = xxh3_64(<BIQIIII: kind, attempt, policy version, site, start, stop, number of tensor scales>, seed s0)
     s2 = xxh3_64(codes, seed s1)
     s3 = xxh3_64(scales, uncompressed, seed s2)
     checksum = xxh3_64(tensor scales, little-endian float32, seed s3)
@@ -20,7 +20,7 @@ import xxhash
 
 from trace_store.frame import Buffer
 
-_KEY = struct.Struct("<BIQIIIB")
+_KEY = struct.Struct("<BIQIIII")
 
 
 class RowKind(enum.IntEnum):
@@ -48,14 +48,13 @@ def record_checksum(
     site: int,
     start: int,
     stop: int,
-    scale_per_token: bool,
     codes: Buffer,
     scales: Buffer,
     tensor_scales: Buffer,
     kind: int = RowKind.RECORD,
 ) -> int:
-    """Checksum of one row; ``seed`` is ``trajectory_seed`` of its trajectory."""
+    """Checksum of one row; ``seed`` is ``trajectory_seed`` of its trajectory, buffers are flat bytes."""
     digest = xxhash.xxh3_64_intdigest
-    key = _KEY.pack(kind, attempt, policy_version, site, start, stop, scale_per_token)
+    key = _KEY.pack(kind, attempt, policy_version, site, start, stop, len(tensor_scales) // 4)
     state = digest(codes, digest(key, seed))
     return int(digest(tensor_scales, digest(scales, state)))

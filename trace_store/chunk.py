@@ -134,7 +134,6 @@ def checksum_of(record: RecordView, seed: int) -> int:
         group.sites[position],
         group.start,
         group.stop,
-        group.scale_per_token[position],
         record.codes,
         record.scales,
         record.tensor_scales,

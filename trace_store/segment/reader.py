@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trace_store.checksum import RowKind
-from trace_store.errors import FormatError, StorageFailed
+from trace_store.errors import DataLoss, FormatError, StorageFailed
 from trace_store.segment.index import SegmentIndex
-from trace_store.segment.scan import row_matches
+from trace_store.segment.scan import verify_row
 from trace_store.segment.schema import SegmentHeader, read_header
 
 
@@ -49,8 +49,10 @@ def _read_index(header: SegmentHeader, batch: pa.RecordBatch, name: str) -> Segm
     for key in _INDEX_KEYS:
         row[key] = batch.column(key)[0].as_py()
     blob = memoryview(batch.column("codes")[0].as_buffer())
-    if not row_matches(header, row, "", blob, memoryview(b""), memoryview(b"")):
-        raise FormatError(f"index does not match its checksum, segment={name}")
+    try:
+        verify_row(header, row, "", blob, memoryview(b""), memoryview(b""))
+    except DataLoss as error:
+        raise FormatError(f"index does not match its checksum, segment={name}") from error
     return SegmentIndex.from_bytes(blob, name)
 
 

@@ -7,8 +7,6 @@ and after anything unreadable looks for the next message marker, so that damage 
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +16,7 @@ import pyarrow as pa
 import zstandard
 
 from trace_store.checksum import RowKind, record_checksum, trajectory_seed
-from trace_store.errors import DataLoss, FormatError
+from trace_store.errors import DataLoss, FormatError, StorageFailed
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.schema import ENCODING_RAW, ENCODING_ZSTD, SegmentHeader, read_header
 from trace_store.segment.writer import index_rows
@@ -32,13 +30,15 @@ _DECOMPRESSOR_ERRORS = (zstandard.ZstdError, MemoryError)
 
 @dataclass
 class Scan:
-    """Result of a scan. ``batches`` are the record batches with only their good rows, over the mapped file."""
+    """Result of a scan. ``batches`` are the record batches with only their good rows, over the bytes read."""
 
     header: SegmentHeader
     index: SegmentIndex
     batches: list[pa.RecordBatch] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
     """One line for each thing that was dropped, for the log and ``trace-store verify``."""
+    torn_bytes: int = 0
+    """Unreadable bytes at the very end: what a crash leaves of a write that nobody was told had succeeded."""
 
 
 def decode_scales(encoding: int, stored: bytes | memoryview, expected_bytes: int) -> bytes | memoryview:
@@ -61,56 +61,50 @@ def decode_scales(encoding: int, stored: bytes | memoryview, expected_bytes: int
     return decoded
 
 
-def row_matches(
+def verify_row(
     header: SegmentHeader, row: np.void, trajectory: str, codes: memoryview, scales: memoryview, tensor: memoryview
-) -> bool:
-    """Whether a row's bytes fit its key, site and checksum. ``row`` has dtype ``index.ROW``."""
+) -> bytes | memoryview:
+    """Check that a row's bytes fit its key, site and checksum; return its uncompressed scales.
+
+    ``row`` has the fields of ``index.ROW`` that a checksum covers.
+
+    Raises:
+        DataLoss: they do not.
+    """
     kind, site = int(row["kind"]), int(row["site"])
     start, stop = int(row["start"]), int(row["stop"])
     raw_scales: bytes | memoryview = scales
-    per_token = False
+    fits = True
     if kind == RowKind.RECORD:
-        if site >= len(header.sites) or stop <= start:
-            return False
-        tokens = stop - start
-        per_token = len(tensor) == 4 * tokens and tokens > 1
-        if len(codes) != tokens * header.sites[site].code_bytes or len(tensor) not in (4, 4 * tokens):
-            return False
-        try:
-            raw_scales = decode_scales(int(row["scales_encoding"]), scales, tokens * header.sites[site].scale_bytes)
-        except DataLoss:
-            return False
-    seed = trajectory_seed(header.run, header.partition, trajectory)
-    checksum = record_checksum(
-        seed,
-        int(row["attempt"]),
-        int(row["policy_version"]),
-        site,
-        start,
-        stop,
-        per_token,
-        codes,
-        raw_scales,
-        tensor,
-        kind,
-    )
-    return checksum == int(row["checksum"])
+        fits = site < len(header.sites) and stop > start
+        if fits:
+            tokens = stop - start
+            fits = len(codes) == tokens * header.sites[site].code_bytes and len(tensor) in (4, 4 * tokens)
+            expected = tokens * header.sites[site].scale_bytes
+            raw_scales = decode_scales(int(row["scales_encoding"]), scales, expected)
+    if fits:
+        seed = trajectory_seed(header.run, header.partition, trajectory)
+        attempt, version = int(row["attempt"]), int(row["policy_version"])
+        checksum = record_checksum(seed, attempt, version, site, start, stop, codes, raw_scales, tensor, kind)
+        if checksum == int(row["checksum"]):
+            return raw_scales
+    raise DataLoss(f"a row does not match its checksum, trajectory={trajectory!r} site={site} tokens=[{start}, {stop})")
 
 
 def scan_segment(path: Path) -> Scan:
-    """Scan a segment file, sealed or not. The returned batches keep the mapping alive.
+    """Scan a segment file, sealed or not. The returned batches share the one buffer that the file was read into.
 
     Raises:
         FormatError: not even the schema is readable; nothing can be kept.
+        StorageFailed: the disk failed. The file is read, not mapped, so that this is an error and no signal.
     """
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size < len(MAGIC) + 8:
-            raise FormatError(f"segment is shorter than its magic, segment={path.name}")
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    data = pa.py_buffer(mapping)
-    view = memoryview(mapping)
-    if bytes(view[: len(MAGIC)]) != MAGIC:
-        raise FormatError(f"segment has no Arrow magic, segment={path.name} bytes={bytes(view[:8])!r}")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StorageFailed(f"a segment cannot be read, segment={path.name} cause={error.strerror}") from error
+    data, view = pa.py_buffer(content), memoryview(content)
+    if len(content) < len(MAGIC) + 8 or content[: len(MAGIC)] != MAGIC:
+        raise FormatError(f"segment has no Arrow magic, segment={path.name} bytes={content[:8]!r}")
     try:
         message = pa.ipc.read_message(pa.BufferReader(data.slice(len(MAGIC))))
         schema = pa.ipc.read_schema(message)
@@ -137,6 +131,9 @@ def _batches(
             offset += length
             continue
         following = _next_marker(view, offset + 8)
+        if following == size:
+            scan.torn_bytes = size - offset
+            return
         scan.damage.append(f"unreadable bytes dropped, offset={offset} bytes={following - offset}")
         offset = following
 
@@ -159,9 +156,9 @@ def _read_batch(
 def _next_marker(view: memoryview, offset: int) -> int:
     """Position of the next possible message, 8-byte aligned, or the end of the file."""
     position = (offset + 7) // 8 * 8
-    mapping = view.obj
+    content = view.obj
     while True:
-        found = mapping.find(_CONTINUATION, position)  # type: ignore[union-attr]
+        found = content.find(_CONTINUATION, position)  # type: ignore[union-attr]
         if found < 0:
             return len(view)
         if found % 8 == 0:
@@ -187,12 +184,11 @@ def _keep_good_rows(batch: pa.RecordBatch, base: int, scan: Scan) -> None:
             continue
         trajectory = scan.index.trajectories[int(row["trajectory"])]
         codes, scales, tensor = (memoryview(column[position].as_buffer()) for column in columns)
-        if not row_matches(scan.header, row, trajectory, codes, scales, tensor):
+        try:
+            verify_row(scan.header, row, trajectory, codes, scales, tensor)
+        except DataLoss as error:
             good[position] = False
-            scan.damage.append(
-                f"row dropped, checksum differs, trajectory={trajectory!r} site={row['site']}"
-                f" tokens=[{row['start']}, {row['stop']})"
-            )
+            scan.damage.append(f"row dropped: {error}")
     if good.any():
         scan.index.extend(rows[good])
         scan.batches.append(batch if good.all() else batch.filter(pa.array(good)))

@@ -97,11 +97,11 @@ class _Sink:
 class SegmentWriter:
     """The one writer of a segment. Not thread-safe, except that ``sync`` may run beside ``append``."""
 
-    def __init__(self, directory: Path, name: str, header: SegmentHeader) -> None:
+    def __init__(self, directory: Path, name: str, header: SegmentHeader, suffix: str = OPEN_SUFFIX) -> None:
         self.header = header
         self.name = name
         self.directory = directory
-        self.path = directory / (name + OPEN_SUFFIX)
+        self.path = directory / (name + suffix)
         self.index = SegmentIndex()
         self.written_bytes = 0
         self.abandoned: TraceStoreError | None = None
@@ -228,7 +228,7 @@ class SegmentWriter:
         self, kind: RowKind, trajectory: str, attempt: int, start: int, stop: int, codes: bytes
     ) -> pa.RecordBatch:
         seed = trajectory_seed(self.header.run, self.header.partition, trajectory)
-        checksum = record_checksum(seed, attempt, 0, NO_SITE, start, stop, False, codes, b"", b"", kind)
+        checksum = record_checksum(seed, attempt, 0, NO_SITE, start, stop, codes, b"", b"", kind)
         values = [kind, trajectory, attempt, 0, NO_SITE, start, stop, codes, b"", ENCODING_RAW, b"", checksum]
         arrays = [pa.array([value], type_) for value, (_, type_) in zip(values, COLUMNS, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)

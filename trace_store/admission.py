@@ -1,0 +1,201 @@
+"""Decide what of a chunk is new: attempts, duplicates, conflicts. Reads the catalog, changes nothing.
+
+    attempt older than the newest            StaleAttempt
+    attempt sealed, rows not yet there       Sealed
+    rows there, same bytes                   duplicate, not stored again
+    rows there, other bytes                  Conflict
+    span partly there                        the rest is cut out and stored
+
+A chunk is admitted whole or not at all. Rows are compared by checksum when spans agree and byte by byte otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from trace_store.catalog import Attempt, Holding, Partition, gaps
+from trace_store.checksum import record_checksum, trajectory_seed
+from trace_store.chunk import Chunk, RecordGroup, RecordView, iterate_records
+from trace_store.errors import Conflict, InvalidRequest, Sealed, StaleAttempt
+from trace_store.record import Site
+
+StoredRecord = tuple[memoryview, memoryview, memoryview]
+"""Codes, uncompressed scales, tensor scales."""
+
+FetchRecord = Callable[[int, int], StoredRecord]
+"""Reads and verifies a record by segment number and index row."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What to write (None: nothing) and how many records were there already."""
+
+    chunk: Chunk | None
+    duplicates: int
+
+
+def check_attempt_state(partition: Partition, trajectory: str, attempt: int) -> Attempt | None:
+    """The attempt if it has rows, None if it is new.
+
+    Raises:
+        StaleAttempt: a newer attempt exists.
+    """
+    entry = partition.trajectories.get(trajectory)
+    newest = entry.newest if entry is not None else None
+    if newest is not None and attempt < newest.number:
+        raise StaleAttempt(
+            f"a newer attempt exists, trajectory={trajectory!r} attempt={attempt} newest={newest.number}"
+        )
+    return entry.find(attempt) if entry is not None else None
+
+
+def admit(partition: Partition, chunk: Chunk, fetch: FetchRecord) -> Admission:
+    """Sort a checked chunk into new and known records; see the module docstring.
+
+    Raises:
+        StaleAttempt, Sealed, Conflict: nothing of the chunk may be stored.
+        InvalidRequest: the chunk names a row twice.
+    """
+    _refuse_doubled_rows(chunk)
+    attempts = [check_attempt_state(partition, g.trajectory, g.attempt) for g in chunk.groups]
+    overlaps = [
+        list(attempt.overlapping(group.start, group.stop)) if attempt is not None else []
+        for group, attempt in zip(chunk.groups, attempts, strict=True)
+    ]
+    for group, attempt, known in zip(chunk.groups, attempts, overlaps, strict=True):
+        if attempt is not None and attempt.sealed is not None and not known:
+            raise _sealed(group)
+    if not any(overlaps):
+        return Admission(chunk, 0)
+    return _sort_records(partition, chunk, attempts, overlaps, fetch)
+
+
+def _sort_records(
+    partition: Partition,
+    chunk: Chunk,
+    attempts: list[Attempt | None],
+    overlaps: list[list[Holding]],
+    fetch: FetchRecord,
+) -> Admission:
+    pieces: list[tuple[RecordGroup, bytes, bytes, bytes]] = []
+    duplicates = 0
+    positions = {id(group): position for position, group in enumerate(chunk.groups)}
+    for record in iterate_records(chunk, partition.run.sites):
+        group = record.group
+        position = positions[id(group)]
+        number = group.sites[record.position]
+        known = [holding for holding in overlaps[position] if number in holding.sites]
+        for holding in known:
+            _compare(partition, record, holding, fetch)
+        missing = gaps([(h.start, h.stop) for h in known], group.start, group.stop)
+        if not missing:
+            duplicates += 1
+            continue
+        attempt = attempts[position]
+        if attempt is not None and attempt.sealed is not None:
+            raise _sealed(group)
+        pieces.extend(_cut(partition, record, low, high) for low, high in missing)
+    if not pieces:
+        return Admission(None, duplicates)
+    kept = Chunk(
+        tuple(piece[0] for piece in pieces),
+        *(memoryview(b"".join(piece[column] for piece in pieces)) for column in (1, 2, 3)),
+    )
+    return Admission(kept, duplicates)
+
+
+def _compare(partition: Partition, record: RecordView, holding: Holding, fetch: FetchRecord) -> None:
+    group = record.group
+    number = group.sites[record.position]
+    row = holding.first_row + holding.sites.index(number)
+    stored_row = partition.segments[holding.segment].index.rows[row]
+    same_span = (holding.start, holding.stop) == (group.start, group.stop)
+    if same_span and int(stored_row["checksum"]) == group.checksums[record.position]:
+        return
+    low, high = max(group.start, holding.start), min(group.stop, holding.stop)
+    site = partition.run.sites[number]
+    ours = _rows(site, record.codes, record.scales, record.tensor_scales, group.start, group.stop, low, high)
+    theirs = _rows(site, *fetch(holding.segment, row), holding.start, holding.stop, low, high)
+    if ours != theirs:
+        raise Conflict(
+            f"rows were written before with other bytes, trajectory={group.trajectory!r} attempt={group.attempt}"
+            f" site={site.name} tokens=[{low}, {high})"
+        )
+
+
+def _rows(
+    site: Site,
+    codes: memoryview,
+    scales: memoryview,
+    tensor_scales: memoryview,
+    start: int,
+    stop: int,
+    low: int,
+    high: int,
+) -> tuple[bytes, bytes, bytes]:
+    """Bytes of tokens [low, high) of a record over [start, stop); one tensor scale a token."""
+    first, last = low - start, high - start
+    tensor = np.frombuffer(tensor_scales, "<f4")
+    per_token = np.broadcast_to(tensor, stop - start) if tensor.size == 1 else tensor
+    return (
+        bytes(codes[first * site.code_bytes : last * site.code_bytes]),
+        bytes(scales[first * site.scale_bytes : last * site.scale_bytes]),
+        per_token[first:last].tobytes(),
+    )
+
+
+def _cut(partition: Partition, record: RecordView, low: int, high: int) -> tuple[RecordGroup, bytes, bytes, bytes]:
+    """One record over [low, high) of another, with its own checksum."""
+    group, position = record.group, record.position
+    number = group.sites[position]
+    codes, scales, tensor = _rows(
+        partition.run.sites[number],
+        record.codes,
+        record.scales,
+        record.tensor_scales,
+        group.start,
+        group.stop,
+        low,
+        high,
+    )
+    if not group.scale_per_token[position]:
+        tensor = bytes(record.tensor_scales)
+    seed = trajectory_seed(partition.run.name, partition.name, group.trajectory)
+    checksum = record_checksum(
+        seed, group.attempt, group.policy_version, number, low, high, codes, scales, tensor
+    )
+    cut = replace(
+        group,
+        start=low,
+        stop=high,
+        sites=(number,),
+        scale_per_token=(group.scale_per_token[position],),
+        checksums=(checksum,),
+    )
+    return cut, codes, scales, tensor
+
+
+def _refuse_doubled_rows(chunk: Chunk) -> None:
+    if len(chunk.groups) == 1:
+        return
+    seen: dict[str, list[RecordGroup]] = {}
+    for group in chunk.groups:
+        for other in seen.setdefault(group.trajectory, []):
+            same_rows = group.start < other.stop and other.start < group.stop and set(group.sites) & set(other.sites)
+            if same_rows or group.attempt != other.attempt:
+                raise InvalidRequest(
+                    f"a message names a row twice or mixes attempts, trajectory={group.trajectory!r}"
+                    f" tokens=[{group.start}, {group.stop})",
+                    argument="groups",
+                )
+        seen[group.trajectory].append(group)
+
+
+def _sealed(group: RecordGroup) -> Sealed:
+    return Sealed(
+        f"the attempt is sealed and takes no new rows, trajectory={group.trajectory!r} attempt={group.attempt}"
+        f" tokens=[{group.start}, {group.stop})"
+    )

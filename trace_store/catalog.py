@@ -1,0 +1,251 @@
+"""Catalog: which segment rows hold which tokens of which trajectory. Kept in memory, rebuilt from segments at start.
+
+    Run -> Partition -> Trajectory -> sealed attempt (visible), open attempt (being written)
+
+An attempt keeps its record groups in plain arrays: for each group the segment, the first index row, the token span and
+the set of sites; rows of a group are consecutive. 20 bytes a group here and 67 a record in the segment's index.
+All methods want the engine's lock held.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trace_store.checksum import RowKind
+from trace_store.record import Site
+from trace_store.segment.index import SegmentIndex
+
+SiteSet = tuple[int, ...]
+
+
+@dataclass
+class Segment:
+    """One segment file as the catalog knows it. ``path`` and ``index`` change when it is sealed or rewritten."""
+
+    number: int
+    path: Path
+    index: SegmentIndex
+    disk_bytes: int = 0
+
+
+@dataclass
+class Holding:
+    """Group ``position`` of an attempt, unpacked."""
+
+    segment: int
+    first_row: int
+    start: int
+    stop: int
+    sites: SiteSet
+
+
+class Attempt:
+    """Record groups of one attempt. ``sealed`` is None or (tokens, prompt tokens)."""
+
+    __slots__ = ("_columns", "_site_sets", "number", "sealed", "stop_max")
+
+    def __init__(self, number: int, site_sets: list[SiteSet]) -> None:
+        self.number = number
+        self.sealed: tuple[int, int] | None = None
+        self.stop_max = 0
+        self._columns = array("I")
+        self._site_sets = site_sets
+
+    def __len__(self) -> int:
+        return len(self._columns) // 5
+
+    def add(self, segment: int, first_row: int, start: int, stop: int, site_set: int) -> None:
+        self._columns.extend((segment, first_row, start, stop, site_set))
+        self.stop_max = max(self.stop_max, stop)
+
+    def columns(self) -> npt.NDArray[np.uint32]:
+        """uint32 [groups, 5]: segment, first row, start, stop, site set. A copy: the array may grow later."""
+        return np.array(self._columns, np.uint32).reshape(-1, 5)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[Holding]:
+        """Groups that share tokens with [start, stop), oldest first."""
+        # Rollouts append at the end, so this is the common case and keeps a long trajectory linear.
+        if start >= self.stop_max:
+            return
+        columns = self.columns()
+        for segment, first, low, high, sites in columns[(columns[:, 2] < stop) & (columns[:, 3] > start)].tolist():
+            yield Holding(segment, first, low, high, self._site_sets[sites])
+
+    def records(self) -> int:
+        return sum(len(self._site_sets[sites]) for sites in self._columns[4::5])
+
+    def segments(self) -> set[int]:
+        return set(self._columns[0::5])
+
+
+class Trajectory:
+    """The visible (sealed) attempt and the one being written; a newer sealed attempt replaces the visible one whole."""
+
+    __slots__ = ("open", "sealed")
+
+    def __init__(self) -> None:
+        self.sealed: Attempt | None = None
+        self.open: Attempt | None = None
+
+    @property
+    def newest(self) -> Attempt | None:
+        return self.open or self.sealed
+
+    def find(self, number: int) -> Attempt | None:
+        return next((a for a in (self.open, self.sealed) if a is not None and a.number == number), None)
+
+
+@dataclass
+class Partition:
+    """One RL step of a run: the unit of retention, one directory of segments."""
+
+    run: Run
+    name: str
+    directory: Path
+    trajectories: dict[str, Trajectory] = field(default_factory=dict)
+    released: set[str] = field(default_factory=set)
+    segments: dict[int, Segment] = field(default_factory=dict)
+
+    def attempt(self, trajectory: str, number: int) -> Attempt:
+        """The attempt to write to, made when new; an older open attempt is forgotten."""
+        entry = self.trajectories.setdefault(trajectory, Trajectory())
+        found = entry.find(number)
+        if found is None:
+            found = entry.open = Attempt(number, self.run.site_sets)
+        return found
+
+    def mark_sealed(self, trajectory: str, number: int, tokens: int, prompt_tokens: int) -> None:
+        """Close an attempt to new rows. It becomes visible with ``publish``, once its seal is durable."""
+        self.attempt(trajectory, number).sealed = (tokens, prompt_tokens)
+
+    def publish(self, trajectory: str, number: int) -> None:
+        """Make a sealed attempt the visible one."""
+        entry = self.trajectories.get(trajectory)
+        if entry is not None and entry.open is not None and entry.open.number == number:
+            entry.sealed, entry.open = entry.open, None
+
+    def release(self, trajectory: str) -> bool:
+        self.released.add(trajectory)
+        return self.trajectories.pop(trajectory, None) is not None
+
+    def rebuild(self) -> None:
+        """Derive everything again from the segments' indexes, in their order."""
+        self.trajectories.clear()
+        self.released.clear()
+        for number in sorted(self.segments):
+            self.apply(self.segments[number], 0)
+
+    def load(self, segment: Segment) -> None:
+        """Apply the rows of a segment in order, as a restart does."""
+        self.segments[segment.number] = segment
+        self.apply(segment, 0)
+
+    def apply(self, segment: Segment, first_row: int) -> None:
+        """Apply index rows from ``first_row`` on; consecutive rows of one key and span form a group."""
+        rows = segment.index.rows[first_row:]
+        if not len(rows):
+            return
+        keys = rows[["kind", "trajectory", "attempt", "start", "stop"]]
+        # Two appends of one span with disjoint sites may stand side by side: a repeated site starts a group too,
+        # and they form one group with all sites, which says the same.
+        borders = np.flatnonzero(keys[1:] != keys[:-1]) + 1
+        for low, high in zip([0, *borders.tolist()], [*borders.tolist(), len(rows)], strict=True):
+            self._apply_group(segment, first_row + low, rows[low:high])
+
+    def _apply_group(self, segment: Segment, first_row: int, rows: npt.NDArray[np.void]) -> None:
+        head = rows[0]
+        name = segment.index.trajectories[int(head["trajectory"])]
+        number, start, stop = int(head["attempt"]), int(head["start"]), int(head["stop"])
+        if head["kind"] == RowKind.RECORD:
+            self.released.discard(name)
+            entry = self.trajectories.get(name)
+            newest = entry.newest if entry else None
+            if newest is not None and number < newest.number and (entry is None or entry.find(number) is None):
+                return
+            site_set = self.run.site_set(tuple(rows["site"].tolist()))
+            self.attempt(name, number).add(segment.number, first_row, start, stop, site_set)
+        elif head["kind"] == RowKind.SEAL:
+            entry = self.trajectories.get(name)
+            newest = entry.newest if entry else None
+            if newest is None or number >= newest.number:
+                self.mark_sealed(name, number, stop, start)
+                self.publish(name, number)
+        elif head["kind"] == RowKind.RELEASE:
+            self.release(name)
+
+
+@dataclass
+class Run:
+    """A run: its site table, and the site sets that groups refer to."""
+
+    name: str
+    sites: tuple[Site, ...]
+    directory: Path
+    partitions: dict[str, Partition] = field(default_factory=dict)
+    site_sets: list[SiteSet] = field(default_factory=list)
+    _site_set_numbers: dict[SiteSet, int] = field(default_factory=dict)
+
+    def site_set(self, sites: SiteSet) -> int:
+        number = self._site_set_numbers.get(sites)
+        if number is None:
+            number = self._site_set_numbers[sites] = len(self.site_sets)
+            self.site_sets.append(sites)
+        return number
+
+
+def covered(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Union of half-open spans, sorted and merged."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def gaps(spans: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """Parts of [start, stop) that no span covers."""
+    missing = []
+    for low, high in covered(spans):
+        if low >= stop:
+            break
+        if low > start:
+            missing.append((start, low))
+        start = max(start, high)
+    if start < stop:
+        missing.append((start, stop))
+    return missing
+
+
+def holes(attempt: Attempt | None, run: Run, tokens: int, prompt_tokens: int) -> list[tuple[int, int, int]]:
+    """Expected rows that an attempt lacks, as (site number, start, stop).
+
+    K and V are expected from token 0, other kinds from the first generated token, all up to the last token, which was
+    sampled but never ran a forward.
+    """
+    columns = attempt.columns() if attempt is not None else np.zeros((0, 5), np.uint32)
+    spans_of_set = {
+        int(number): list(map(tuple, columns[columns[:, 4] == number, 2:4].tolist()))
+        for number in np.unique(columns[:, 4])
+    }
+    missing: list[tuple[int, int, int]] = []
+    found: dict[tuple[tuple[int, ...], int], list[tuple[int, int]]] = {}
+    membership: dict[int, list[int]] = {}
+    for number in spans_of_set:
+        for site in run.site_sets[number]:
+            membership.setdefault(site, []).append(number)
+    for site_number, site in enumerate(run.sites):
+        first = 0 if site.kind in ("k", "v") else prompt_tokens
+        key = (tuple(membership.get(site_number, ())), first)
+        if key not in found:
+            spans = [span for number in key[0] for span in spans_of_set[number]]
+            found[key] = gaps(spans, first, tokens - 1)
+        missing.extend((site_number, low, high) for low, high in found[key])
+    return missing

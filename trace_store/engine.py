@@ -1,0 +1,255 @@
+"""The engine: everything the store does, as one thread-safe object without network. The server and tests call this.
+
+    engine = Engine(Path("/data"))
+    engine.register("run", [Site(0, "moe_in", 2048)])
+    engine.append("run", "step-1", chunk, durability="synced").result()
+    receipt = engine.seal("run", "step-1", "t0", tokens=9, prompt_tokens=4).result()
+    with engine.read("run", "step-1", [TokenSpan("t0", 4, 8)], [0]) as read:
+        for piece in read: ...
+    engine.close()
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from trace_store.catalog import Partition, Run
+from trace_store.chunk import Chunk
+from trace_store.commands import AppendCommand, AppendResult, ReleaseCommand, RollCommand, SealCommand
+from trace_store.errors import InvalidRequest, StorageFailed
+from trace_store.fetch import OpenSegment, Slice, Undelivered, fetch
+from trace_store.limits import SPANS_MAX, TOKENS_MAX
+from trace_store.planner import Missing, MissingReason, ReadPlan, plan_read
+from trace_store.record import (
+    Receipt,
+    Site,
+    TokenSpan,
+    check_attempt,
+    check_durability,
+    check_int,
+    check_name,
+    check_site_table,
+)
+from trace_store.shard import Shard
+from trace_store.volume import Volume
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the store holds and how it is."""
+
+    runs: int
+    partitions: int
+    trajectories: int
+    records: int
+    disk_bytes: int
+    disk_free_bytes: int
+    queued_bytes: int
+    write_refusal: str
+
+
+class Read:
+    """A read in progress: iterate for the slices, then look at ``missing``. Close it (or use ``with``)."""
+
+    def __init__(self, plan: ReadPlan, segments: dict[int, OpenSegment], spans: Sequence[TokenSpan]) -> None:
+        self._plan, self._segments, self._spans = plan, segments, spans
+        self.missing: list[Missing] = list(plan.missing)
+
+    def __iter__(self) -> Iterator[Slice]:
+        for item in fetch(self._plan, self._segments):
+            if isinstance(item, Undelivered):
+                self._miss(item.position, item.reason)
+            else:
+                yield item
+
+    def close(self) -> None:
+        for segment in self._segments.values():
+            os.close(segment.descriptor)
+        self._segments = {}
+
+    def __enter__(self) -> Read:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _miss(self, position: int, reason: MissingReason) -> None:
+        plan = self._plan
+        number = int(plan.span[position])
+        span = self._spans[number]
+        start = span.start + int(plan.dest_row[position]) - span.dest_row
+        stop = start + int(plan.rows[position])
+        self.missing.append(Missing(number, int(plan.site[position]), start, stop, reason))
+
+
+class Engine:
+    """One data directory, one process. ``server`` names it in receipts; clock and epoch are arguments for tests."""
+
+    def __init__(
+        self,
+        root: Path,
+        server: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        epoch: Callable[[], str] = lambda: secrets.token_hex(8),
+    ) -> None:
+        self._volume = Volume(Path(root), server or socket.gethostname(), epoch())
+        self._shard = Shard(self._volume, clock)
+
+    @property
+    def server(self) -> str:
+        return self._volume.server
+
+    def close(self) -> None:
+        """Write and sync what was accepted, seal the open segments, give the directory back."""
+        self._shard.close()
+        self._volume.close()
+
+    def register(self, run: str, sites: Sequence[Site]) -> bool:
+        """Create a run with its site table, durably; True if it is new. Raises SchemaMismatch."""
+        return self._volume.register(check_name(run, "run"), check_site_table(sites))
+
+    def sites(self, run: str) -> tuple[Site, ...]:
+        """Site table of a run. Raises NotFound."""
+        return self._volume.run(run).sites
+
+    def append(
+        self,
+        run: str,
+        partition: str,
+        chunk: Chunk,
+        durability: str = "synced",
+        on_left_queue: Callable[[], None] | None = None,
+    ) -> Future[AppendResult]:
+        """Store a chunk; the future is done at ``durability``. Raises NotFound; the future raises the rest."""
+        check_durability(durability)
+        command = AppendCommand(self._partition(run, partition), chunk, durability, on_left_queue)
+        self._shard.submit(command)
+        return command.future
+
+    def seal(
+        self,
+        run: str,
+        partition: str,
+        trajectory: str,
+        *,
+        tokens: int,
+        prompt_tokens: int,
+        attempt: int = 0,
+        allow_holes: bool = False,
+    ) -> Future[Receipt]:
+        """Declare an attempt complete; the future is done when it is durable."""
+        check_name(trajectory, "trajectory")
+        check_attempt(attempt)
+        check_int(tokens, "tokens", 1, TOKENS_MAX)
+        check_int(prompt_tokens, "prompt_tokens", 0, tokens)
+        command = SealCommand(
+            self._partition(run, partition), trajectory, attempt, tokens, prompt_tokens, allow_holes
+        )
+        self._shard.submit(command)
+        return command.future
+
+    def read(
+        self,
+        run: str,
+        partition: str,
+        spans: Sequence[TokenSpan],
+        sites: Sequence[int],
+        *,
+        include_open: bool = False,
+        policy_version_min: int = 0,
+    ) -> Read:
+        """Start a read. The segments it needs are leased: a release meanwhile does not take them away.
+
+        Raises:
+            NotFound: unknown run.
+            InvalidRequest: too many spans, unknown or repeated sites.
+            StorageFailed: too many files are open.
+        """
+        known = self._volume.run(run)
+        check_name(partition, "partition")
+        if len(spans) > SPANS_MAX:
+            raise InvalidRequest(f"a read has at most {SPANS_MAX} spans, got={len(spans)}", argument="spans")
+        if len(set(sites)) != len(sites) or any(not 0 <= site < len(known.sites) for site in sites):
+            raise InvalidRequest(f"sites are repeated or unknown, sites={len(known.sites)}", argument="sites")
+        with self._volume.lock:
+            found = known.partitions.get(partition)
+            plan = plan_read(
+                found, spans, sites, include_open=include_open, policy_version_min=policy_version_min
+            )
+            segments = self._lease(found, sorted(set(plan.segment.tolist()))) if found is not None else {}
+        return Read(plan, segments, spans)
+
+    def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> Future[int]:
+        """Forget trajectories, or the whole partition; the future gives how many were there, once that is durable."""
+        known = self._volume.run(run)
+        check_name(partition, "partition")
+        with self._volume.lock:
+            found = known.partitions.get(partition)
+        if found is None:
+            nothing: Future[int] = Future()
+            nothing.set_result(0)
+            return nothing
+        names = None if trajectories is None else tuple(check_name(t, "trajectory") for t in trajectories)
+        command = ReleaseCommand(found, names)
+        self._shard.submit(command)
+        return command.future
+
+    def roll(self) -> Future[None]:
+        """Seal every open segment."""
+        command = RollCommand()
+        self._shard.submit(command)
+        return command.future
+
+    def usage(self) -> Usage:
+        """Counts over the whole store. Walks the catalog under its lock: for status calls, not for hot paths."""
+        with self._volume.lock:
+            partitions = [p for run in self._volume.runs.values() for p in run.partitions.values()]
+            segments = [segment for p in partitions for segment in p.segments.values()]
+            return Usage(
+                runs=len(self._volume.runs),
+                partitions=len(partitions),
+                trajectories=sum(len(p.trajectories) for p in partitions),
+                records=sum(segment.index.records for segment in segments),
+                disk_bytes=sum(segment.disk_bytes for segment in segments),
+                disk_free_bytes=shutil.disk_usage(self._volume.root).free,
+                queued_bytes=self._shard.queued_bytes,
+                write_refusal=self._shard.refusal,
+            )
+
+    @property
+    def queued_bytes(self) -> int:
+        return self._shard.queued_bytes
+
+    def snapshot_runs(self) -> list[Run]:
+        """Runs, by name. Their partitions may change; hold ``catalog_lock`` to walk them."""
+        with self._volume.lock:
+            return sorted(self._volume.runs.values(), key=lambda run: run.name)
+
+    @property
+    def catalog_lock(self):  # type: ignore[no-untyped-def]
+        return self._volume.lock
+
+    def _partition(self, run: str, partition: str) -> Partition:
+        return self._volume.partition(self._volume.run(run), check_name(partition, "partition"))
+
+    def _lease(self, partition: Partition, numbers: Sequence[int]) -> dict[int, OpenSegment]:
+        leased: dict[int, OpenSegment] = {}
+        try:
+            for number in numbers:
+                leased[number] = self._volume.lease(partition, number)
+        except StorageFailed:
+            for segment in leased.values():
+                os.close(segment.descriptor)
+            raise
+        return leased

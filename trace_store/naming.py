@@ -1,0 +1,26 @@
+"""Names of directories and segments: one-to-one, short, and unable to leave the data directory.
+
+A run or partition name of up to 512 bytes becomes ``slug-digest``: up to 40 harmless characters for people, then 32 hex
+digits of SHA-256 of the whole name. Only the digest tells names apart; the true name stands in every segment.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+RELEASED_PREFIX = ".released-"
+"""A partition's directory is renamed to this before its files are deleted, so that a crash never leaves half of it."""
+
+_SLUG_CHARACTERS_MAX = 40
+
+
+def directory_name(name: str) -> str:
+    """Directory of a run or partition."""
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")[:_SLUG_CHARACTERS_MAX]
+    return f"{slug or 'x'}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
+
+
+def segment_name(sequence: int, epoch: str) -> str:
+    """Segment stem: order within the partition, then the writer's epoch, unique among all writers."""
+    return f"{sequence:010d}-{epoch}"

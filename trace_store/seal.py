@@ -1,0 +1,60 @@
+"""What a seal checks and writes. Pure but for reading the catalog."""
+
+from __future__ import annotations
+
+from trace_store.admission import check_attempt_state
+from trace_store.catalog import Partition, holes
+from trace_store.checksum import RowKind
+from trace_store.commands import SealCommand
+from trace_store.errors import Conflict, Incomplete, InvalidRequest
+from trace_store.record import Receipt
+
+SealRow = tuple[RowKind, str, int, int, int]
+
+_HOLES_SHOWN = 3
+
+
+def seal_attempt(partition: Partition, command: SealCommand, server: str) -> tuple[Receipt, SealRow | None]:
+    """The receipt of a seal, and the row to write; no row when the same seal was written before.
+
+    Raises:
+        StaleAttempt: a newer attempt exists.
+        Conflict: the attempt is sealed with other counts.
+        InvalidRequest: rows beyond ``tokens`` were recorded.
+        Incomplete: rows are missing and ``allow_holes`` is not set; carries the holes.
+    """
+    attempt = check_attempt_state(partition, command.trajectory, command.attempt)
+    counts = (command.tokens, command.prompt_tokens)
+    if attempt is not None and attempt.sealed is not None and attempt.sealed != counts:
+        raise Conflict(
+            f"the attempt is sealed with other counts, trajectory={command.trajectory!r} attempt={command.attempt}"
+            f" tokens={attempt.sealed[0]} prompt_tokens={attempt.sealed[1]}"
+        )
+    if attempt is not None and attempt.stop_max > command.tokens:
+        raise InvalidRequest(
+            f"rows beyond the token count were recorded, trajectory={command.trajectory!r} tokens={command.tokens}"
+            f" recorded={attempt.stop_max}",
+            argument="tokens",
+        )
+    missing = holes(attempt, partition.run, *counts)
+    named = tuple((partition.run.sites[site].name, start, stop) for site, start, stop in missing)
+    if named and not command.allow_holes:
+        shown = ", ".join(f"{name} [{start}, {stop})" for name, start, stop in named[:_HOLES_SHOWN])
+        more = f" and {len(named) - _HOLES_SHOWN} more" if len(named) > _HOLES_SHOWN else ""
+        raise Incomplete(f"rows are missing: {shown}{more}, trajectory={command.trajectory!r}", holes=named)
+    segments = attempt.segments() if attempt is not None else set()
+    receipt = Receipt(
+        run=partition.run.name,
+        partition=partition.name,
+        trajectory=command.trajectory,
+        attempt=command.attempt,
+        tokens=command.tokens,
+        prompt_tokens=command.prompt_tokens,
+        durability="synced",
+        server=server,
+        segments=tuple(sorted(partition.segments[number].path.stem for number in segments)),
+        holes=named,
+    )
+    if attempt is not None and attempt.sealed is not None:
+        return receipt, None
+    return receipt, (RowKind.SEAL, command.trajectory, command.attempt, command.prompt_tokens, command.tokens)

@@ -1,0 +1,259 @@
+"""A data directory and the catalog over it: layout, lock, opening, registering, releasing.
+
+    ROOT/LOCK                                      held by the one process that owns the directory
+    ROOT/runs/RUN/manifest-EPOCH.arrow             a registration: a segment without records that holds the site table
+    ROOT/runs/RUN/PARTITION/SEQUENCE-EPOCH.arrow   sealed segments (``.open`` while written)
+    ROOT/runs/RUN/.released-*                      a released partition on its way out
+    ROOT/set-aside/                                files that were no segments, or damaged
+
+RUN and PARTITION are ``naming.directory_name`` of the names. ``lock`` guards the catalog; methods take it themselves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from trace_store.catalog import Partition, Run, Segment
+from trace_store.checksum import RowKind
+from trace_store.errors import FormatError, NotFound, SchemaMismatch, StorageFailed
+from trace_store.fetch import OpenSegment, open_descriptor, read_record
+from trace_store.naming import RELEASED_PREFIX, directory_name, segment_name
+from trace_store.record import Site
+from trace_store.recovery import recover_directory, set_aside
+from trace_store.segment.index import SegmentIndex
+from trace_store.segment.reader import open_sealed
+from trace_store.segment.schema import OPEN_SUFFIX, SEALED_SUFFIX, SegmentHeader
+from trace_store.segment.writer import SegmentWriter, storage_error, sync_directory
+
+log = logging.getLogger("trace_store.volume")
+
+MANIFEST_PREFIX = "manifest-"
+
+
+class Volume:
+    """The catalog of one data directory. ``epoch`` is unique to this opening and part of every segment name."""
+
+    def __init__(self, root: Path, server: str, epoch: str) -> None:
+        self.root, self.server, self.epoch = root, server, epoch
+        self.lock = threading.RLock()
+        self.runs: dict[str, Run] = {}
+        self._next_segment = 0
+        self._next_sequence: dict[Path, int] = {}
+        try:
+            (root / "runs").mkdir(parents=True, exist_ok=True)
+            self._lock_file = os.open(root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageFailed(f"another process owns the data directory, path={root}") from None
+        except OSError as error:
+            raise StorageFailed(
+                f"the data directory cannot be used, path={root} cause={os.strerror(error.errno or 0).lower()};"
+                f" make it writable for uid {os.getuid()}"
+            ) from error
+        for entry in sorted((root / "runs").iterdir()):
+            self._open_run(entry)
+
+    def close(self) -> None:
+        os.close(self._lock_file)
+
+    # -- runs and partitions
+
+    def register(self, name: str, sites: tuple[Site, ...]) -> bool:
+        """Create a run durably; True if it is new.
+
+        Raises:
+            SchemaMismatch: it exists with another site table.
+        """
+        with self.lock:
+            known = self.runs.get(name)
+            if known is not None:
+                _compare_tables(name, known.sites, sites)
+                return False
+            directory = self.root / "runs" / directory_name(name)
+            try:
+                directory.mkdir(exist_ok=True)
+                sync_directory(directory.parent)
+            except OSError as error:
+                raise storage_error(error, directory) from error
+            header = SegmentHeader(name, "", sites, self.server, 0)
+            writer = SegmentWriter(directory, MANIFEST_PREFIX + self.epoch, header)
+            try:
+                writer.seal()
+            finally:
+                writer.close()
+            self.runs[name] = Run(name, sites, directory)
+            return True
+
+    def run(self, name: str) -> Run:
+        """A registered run.
+
+        Raises:
+            NotFound: no such run.
+        """
+        run = self.runs.get(name)
+        if run is None:
+            raise NotFound(f"unknown run, register it first, run={name!r}")
+        return run
+
+    def partition(self, run: Run, name: str) -> Partition:
+        """A partition of a run, made in memory when new; its directory appears with its first segment."""
+        with self.lock:
+            found = run.partitions.get(name)
+            if found is None:
+                found = run.partitions[name] = Partition(run, name, run.directory / directory_name(name))
+            return found
+
+    def live(self, partition: Partition) -> Partition:
+        """The partition of this name now: a release may have replaced the object a queued command holds."""
+        return self.partition(partition.run, partition.name)
+
+    # -- segments
+
+    def open_writer(self, partition: Partition) -> tuple[Segment, SegmentWriter]:
+        """Start the partition's next segment."""
+        directory = partition.directory
+        try:
+            directory.mkdir(exist_ok=True)
+            sync_directory(directory.parent)
+        except OSError as error:
+            raise storage_error(error, directory) from error
+        sequence = self._next_sequence.get(directory, 0)
+        header = SegmentHeader(partition.run.name, partition.name, partition.run.sites, self.server, sequence)
+        writer = SegmentWriter(directory, segment_name(sequence, self.epoch), header)
+        self._next_sequence[directory] = sequence + 1
+        with self.lock:
+            segment = Segment(self._segment_number(), writer.path, writer.index, writer.written_bytes)
+            partition.segments[segment.number] = segment
+        return segment, writer
+
+    def drop_empty(self, partition: Partition, segment: Segment, writer: SegmentWriter) -> None:
+        """Remove a segment into which not one row could be written."""
+        with self.lock:
+            partition.segments.pop(segment.number, None)
+        writer.close()
+        writer.path.unlink(missing_ok=True)
+
+    def lease(self, partition: Partition, number: int) -> OpenSegment:
+        """A segment opened for reading; the caller closes its descriptor. Wants the lock held.
+
+        Raises:
+            StorageFailed: it cannot be opened.
+        """
+        segment = partition.segments[number]
+        header = SegmentHeader(partition.run.name, partition.name, partition.run.sites, self.server, 0)
+        return OpenSegment(
+            open_descriptor(segment.path, segment.path.name), segment.path.name, header, segment.index
+        )
+
+    def read_record(self, partition: Partition, number: int, row: int) -> tuple[memoryview, memoryview, memoryview]:
+        """Codes, scales and tensor scales of one stored record, verified."""
+        with self.lock:
+            segment = self.lease(partition, number)
+        try:
+            return read_record(segment, row)
+        finally:
+            os.close(segment.descriptor)
+
+    # -- release
+
+    def release_rows(
+        self, partition: Partition, trajectories: Sequence[str]
+    ) -> list[tuple[RowKind, str, int, int, int]]:
+        """Release rows to write for the trajectories that are there."""
+        return [(RowKind.RELEASE, name, 0, 0, 0) for name in trajectories if name in partition.trajectories]
+
+    def release_partition(self, partition: Partition) -> int:
+        """Forget a partition: rename its directory, which is atomic, then delete the files on a thread of their own.
+
+        Returns:
+            Trajectories that were there.
+        """
+        with self.lock:
+            if partition.run.partitions.get(partition.name) is not partition:
+                return 0
+            unique = f"{self._segment_number()}-{self.epoch}"
+            target = partition.run.directory / f"{RELEASED_PREFIX}{partition.directory.name}-{unique}"
+            written = True
+            try:
+                os.rename(partition.directory, target)
+                sync_directory(partition.run.directory)
+            except FileNotFoundError:
+                written = False
+            except OSError as error:
+                raise storage_error(error, partition.directory) from error
+            del partition.run.partitions[partition.name]
+        if written:
+            delete_directory(target)
+        return len(partition.trajectories)
+
+    # -- opening
+
+    def _open_run(self, directory: Path) -> None:
+        manifests = []
+        for path in sorted(directory.iterdir()) if directory.is_dir() else []:
+            if path.name.startswith(MANIFEST_PREFIX) and path.name.endswith(SEALED_SUFFIX):
+                try:
+                    manifests.append(open_sealed(path)[0])
+                except FormatError as error:
+                    set_aside(path, self.root, str(error))
+            elif path.name.startswith(MANIFEST_PREFIX) and path.name.endswith(OPEN_SUFFIX):
+                path.unlink()  # its registration was never acknowledged
+            elif path.name.startswith(RELEASED_PREFIX):
+                delete_directory(path)
+        partitions = [p for p in sorted(directory.iterdir()) if p.is_dir() and not p.name.startswith(RELEASED_PREFIX)]
+        headers = list(manifests)
+        loaded = []
+        for path in partitions:
+            segments = list(recover_directory(path, self.root))
+            headers.extend(header for _, header, _ in segments)
+            loaded.append((path, segments))
+        if not headers:
+            log.warning("run directory without a manifest or segment, ignored, path=%s", directory.name)
+            return
+        run = Run(headers[0].run, headers[0].sites, directory)
+        self.runs[run.name] = run
+        for path, segments in loaded:
+            self._load_partition(run, path, segments)
+
+    def _load_partition(self, run: Run, path: Path, segments: list[tuple[Path, SegmentHeader, SegmentIndex]]) -> None:
+        for segment_path, header, index in segments:
+            if (header.run, header.sites) != (run.name, run.sites) or directory_name(header.partition) != path.name:
+                set_aside(segment_path, self.root, "it belongs to another run, site table or partition")
+                continue
+            partition = self.partition(run, header.partition)
+            partition.load(Segment(self._segment_number(), segment_path, index, segment_path.stat().st_size))
+            self._next_sequence[path] = max(self._next_sequence.get(path, 0), header.sequence + 1)
+
+    def _segment_number(self) -> int:
+        self._next_segment += 1
+        return self._next_segment
+
+
+def delete_directory(path: Path) -> None:
+    """Delete a released partition's files on a thread of their own: a stuck delete blocks nothing."""
+
+    def delete() -> None:
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            log.error("a released partition is not deleted yet, retried at next start, path=%s: %s", path.name, error)
+
+    threading.Thread(target=delete, name="trace-store-delete", daemon=True).start()
+
+
+def _compare_tables(run: str, known: tuple[Site, ...], offered: tuple[Site, ...]) -> None:
+    if known == offered:
+        return
+    if len(known) != len(offered):
+        difference = f"sites={len(offered)} registered={len(known)}"
+    else:
+        position = next(i for i, pair in enumerate(zip(known, offered, strict=True)) if pair[0] != pair[1])
+        difference = f"site={offered[position]} registered={known[position]}"
+    raise SchemaMismatch(f"the run has another site table, run={run!r} {difference}", argument="sites")
+
