@@ -1,0 +1,346 @@
+"""Host-side capture: from a rollout's quantizer outputs to sealed trajectories.
+
+    recorder = Recorder(writer, moe_sites)
+    kv = KVRecorder(writer, kv_sites, cache)
+    in every forward, after the quantizer of a site:
+        recorder.record(site, trajectories, positions, codes, scales, tensor_scale)
+    when a trajectory ends:
+        kv.gather(trajectory, tokens=N)
+        receipt = recorder.finish(trajectory, tokens=N, prompt_tokens=P)
+
+A recorder copies what the quantizer wrote and never quantizes again. It packs rows into the form of their site, keeps
+them until ``span_tokens`` consecutive tokens of a trajectory are complete at all its sites, and appends those as one
+span. K and V need no hook in the forward: their codes lie in the FP4 cache, prefix hits included, and are gathered
+once, before the engine frees the cache.
+
+Rows of a trajectory come in rising position order at each site. A gap starts a new span and stays a hole. A position
+that comes twice is refused: rejected draft tokens must not be recorded, and a trajectory that the engine executes again
+(preemption, new weights) calls ``restart``, which moves it to the next attempt as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trace_store import Receipt, Site, codebook
+from trace_store.errors import InvalidRequest
+
+__all__ = ["KVCache", "KVRecorder", "Recorder", "TrajectoryWriter"]
+
+Bytes = npt.NDArray[np.uint8]
+Rows = tuple[Bytes, Bytes, npt.NDArray[np.float32]]
+"""Packed code rows, block scales, decode scale per row; the value of a site in ``TrajectoryWriter.append``."""
+
+SPAN_TOKENS = 64
+"""Tokens per append. A span of 64 tokens at 24 sites is one message of about 250 KB at hidden 2048."""
+
+KV_SPAN_TOKENS = 1024
+"""Tokens per append of gathered K and V, which are all there at once."""
+
+
+class TrajectoryWriter(Protocol):
+    """The two calls of ``client.writer`` that a recorder makes."""
+
+    def append(
+        self, trajectory: str, start: int, records: Any, *, attempt: int = 0, policy_version: int = 0
+    ) -> Any: ...
+
+    def seal(self, trajectory: str, *, tokens: int, prompt_tokens: int, attempt: int = 0) -> Receipt: ...
+
+
+class KVCache(Protocol):
+    """Read access to an FP4 KV cache, by trajectory."""
+
+    def rows(self, site: Site, trajectory: str, start: int, stop: int) -> tuple[Bytes, Bytes, Any]:
+        """Codes uint8 [T, W] (0 to 15), block scales uint8 [T, W / block], decode scale (scalar or [T]) of tokens
+        [start, stop) at ``site``."""
+
+
+def pack_codes(site: Site, codes: Bytes) -> Bytes:
+    """Codes uint8 [T, W] (0 to 15) to uint8 [T, *row] in the form of ``site``."""
+    if codes.ndim != 2 or codes.shape[1] != site.width:
+        raise InvalidRequest(
+            f"codes must have shape [T, {site.width}], site={site.name} shape={list(codes.shape)}", argument="codes"
+        )
+    if site.form == "full":
+        return codebook.pack_full(codes)
+    return codebook.pack(codes, bits=site.code_form.bits)
+
+
+@dataclass
+class _Span:
+    """Rows of one trajectory and site for tokens [start, start + filled)."""
+
+    start: int
+    planes: Bytes
+    scales: Bytes
+    tensor_scale: npt.NDArray[np.float32]
+    filled: int = 0
+
+    @classmethod
+    def empty(cls, site: Site, start: int, tokens: int) -> _Span:
+        row = site.code_form.row_shape(site.width)
+        return cls(
+            start,
+            np.empty((tokens, *row), np.uint8),
+            np.empty((tokens, site.scale_bytes), np.uint8),
+            np.empty(tokens, np.float32),
+        )
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.filled
+
+    def take(self, rows: Rows, start: int, count: int) -> None:
+        """Copy ``count`` rows from ``rows[start:]`` behind those that are there."""
+        filled = slice(self.filled, self.filled + count)
+        self.planes[filled] = rows[0][start : start + count]
+        self.scales[filled] = rows[1][start : start + count]
+        self.tensor_scale[filled] = rows[2][start : start + count]
+        self.filled += count
+
+    def rows(self) -> Rows:
+        return self.planes[: self.filled], self.scales[: self.filled], self.tensor_scale[: self.filled]
+
+
+class _Open:
+    """Rows of one trajectory that were recorded and not yet appended."""
+
+    def __init__(self, attempt: int) -> None:
+        self.attempt = attempt
+        self.spans: dict[Site, _Span] = {}
+        self.complete: dict[tuple[int, int], dict[Site, Rows]] = {}
+
+    def close_span(self, site: Site) -> tuple[int, int] | None:
+        """Move the site's span to the complete ones; its (start, stop), or None if it is empty."""
+        span = self.spans.pop(site, None)
+        if span is None or not span.filled:
+            return None
+        key = (span.start, span.stop)
+        self.complete.setdefault(key, {})[site] = span.rows()
+        return key
+
+
+class Recorder:
+    """Capture of the sites that a forward pass quantizes, for a batch of trajectories at a time.
+
+    Args:
+        writer: what ``client.writer`` returned.
+        sites: the sites that ``record`` will get; a span is appended once all of them have its rows.
+        span_tokens: tokens per append; longer spans are fewer, larger messages and more rows at risk in a crash.
+        policy_version: version of the weights that the rollout runs, stored with every row.
+    """
+
+    def __init__(
+        self,
+        writer: TrajectoryWriter,
+        sites: Sequence[Site],
+        *,
+        span_tokens: int = SPAN_TOKENS,
+        policy_version: int = 0,
+    ) -> None:
+        if span_tokens < 1:
+            raise InvalidRequest(f"span_tokens must be 1 or more, got={span_tokens}", argument="span_tokens")
+        self._writer = writer
+        self._sites = tuple(sites)
+        self._span_tokens = span_tokens
+        self._policy_version = policy_version
+        self._open: dict[str, _Open] = {}
+        self._next: dict[tuple[str, Site], int] = {}
+        self._attempts: dict[str, int] = {}
+
+    def record(
+        self,
+        site: Site,
+        trajectories: Sequence[str],
+        positions: Sequence[int] | npt.NDArray[np.integer[Any]],
+        codes: Bytes,
+        scales: Bytes,
+        tensor_scale: Any,
+    ) -> None:
+        """Take over the rows of one forward at one site.
+
+        Args:
+            site: one of the recorder's sites.
+            trajectories: trajectory of each row; rows of one trajectory may follow each other or be interleaved.
+            positions: token position of each row.
+            codes: uint8 [rows, W], 0 to 15, as the quantizer wrote them. Only real rows: no padding of a graph.
+            scales: uint8 [rows, W / block], linear order.
+            tensor_scale: decode scale, a scalar or float32 [rows].
+
+        Raises:
+            InvalidRequest: an unknown site, a wrong shape, or a position that was recorded before. Rows of the call
+                before the refused one are kept.
+        """
+        if site not in self._sites:
+            raise InvalidRequest(f"site is none of the recorder's, site={site.name}", argument="site")
+        planes = pack_codes(site, codes)
+        scale = np.broadcast_to(np.asarray(tensor_scale, np.float32), (len(planes),))
+        for argument, rows in (("trajectories", trajectories), ("positions", positions), ("scales", scales)):
+            if len(rows) != len(planes):
+                raise InvalidRequest(
+                    f"{argument} must have one entry per row of codes, entries={len(rows)} rows={len(planes)}",
+                    argument=argument,
+                )
+        row = 0
+        while row < len(planes):
+            stop = _run_end(trajectories, positions, row)
+            self._take(
+                site, trajectories[row], int(positions[row]), (planes[row:stop], scales[row:stop], scale[row:stop])
+            )
+            row = stop
+
+    def restart(self, trajectory: str) -> int:
+        """Begin the trajectory's next attempt: drop rows not yet appended, take positions from the beginning.
+
+        Returns:
+            The new attempt. The store replaces the older attempt as a whole.
+        """
+        self._open.pop(trajectory, None)
+        for site in self._sites:
+            self._next.pop((trajectory, site), None)
+        self._attempts[trajectory] = self.attempt(trajectory) + 1
+        return self._attempts[trajectory]
+
+    def attempt(self, trajectory: str) -> int:
+        """Attempt under which the trajectory's rows are stored now."""
+        return self._attempts.get(trajectory, 0)
+
+    def finish(self, trajectory: str, *, tokens: int, prompt_tokens: int) -> Receipt:
+        """Append what is left of the trajectory and seal it.
+
+        Args:
+            tokens: tokens of the trajectory, prompt and last sampled one included.
+            prompt_tokens: tokens of the prompt.
+
+        Returns:
+            The server's receipt: everything recorded survives a power cut.
+        """
+        open_ = self._open.get(trajectory)
+        if open_ is not None:
+            for site in list(open_.spans):
+                open_.close_span(site)
+            for key in sorted(open_.complete):
+                self._append(trajectory, open_, key)
+        attempt = self.attempt(trajectory)
+        receipt = self._writer.seal(trajectory, tokens=tokens, prompt_tokens=prompt_tokens, attempt=attempt)
+        self._open.pop(trajectory, None)
+        self._attempts.pop(trajectory, None)
+        for site in self._sites:
+            self._next.pop((trajectory, site), None)
+        return receipt
+
+    def _take(self, site: Site, trajectory: str, position: int, rows: Rows) -> None:
+        open_ = self._open.setdefault(trajectory, _Open(self.attempt(trajectory)))
+        expected = self._next.get((trajectory, site), 0)
+        if position < expected:
+            raise InvalidRequest(
+                f"position was recorded before, trajectory={trajectory!r} site={site.name} position={position}; "
+                f"restart() begins a new attempt",
+                argument="positions",
+            )
+        count = len(rows[0])
+        self._next[trajectory, site] = position + count
+        done = 0
+        while done < count:
+            span = self._span_at(open_, trajectory, site, position + done)
+            room = min(self._span_tokens - span.filled, count - done)
+            span.take(rows, done, room)
+            done += room
+            if span.filled == self._span_tokens:
+                self._close(open_, trajectory, site)
+
+    def _span_at(self, open_: _Open, trajectory: str, site: Site, position: int) -> _Span:
+        """The site's open span, if it continues at ``position``, else a new one."""
+        span = open_.spans.get(site)
+        if span is not None and span.stop == position:
+            return span
+        self._close(open_, trajectory, site)
+        open_.spans[site] = _Span.empty(site, position, self._span_tokens)
+        return open_.spans[site]
+
+    def _close(self, open_: _Open, trajectory: str, site: Site) -> None:
+        key = open_.close_span(site)
+        if key is not None and len(open_.complete[key]) == len(self._sites):
+            self._append(trajectory, open_, key)
+
+    def _append(self, trajectory: str, open_: _Open, key: tuple[int, int]) -> None:
+        self._writer.append(
+            trajectory, key[0], open_.complete[key], attempt=open_.attempt, policy_version=self._policy_version
+        )
+        # After the append: a typed, retryable error leaves the rows here, and repeating ``finish`` sends them again.
+        del open_.complete[key]
+
+
+class KVRecorder:
+    """Capture of K and V from an engine's FP4 cache when a trajectory ends.
+
+    Args:
+        writer: what ``client.writer`` returned; the same one as the ``Recorder`` of the trajectory.
+        sites: K and V sites, all of them or those of this rank.
+        cache: the FP4 cache.
+        span_tokens: tokens per append.
+        policy_version: version of the weights that the rollout runs.
+    """
+
+    def __init__(
+        self,
+        writer: TrajectoryWriter,
+        sites: Sequence[Site],
+        cache: KVCache,
+        *,
+        span_tokens: int = KV_SPAN_TOKENS,
+        policy_version: int = 0,
+    ) -> None:
+        if span_tokens < 1:
+            raise InvalidRequest(f"span_tokens must be 1 or more, got={span_tokens}", argument="span_tokens")
+        self._writer = writer
+        self._sites = tuple(sites)
+        self._cache = cache
+        self._span_tokens = span_tokens
+        self._policy_version = policy_version
+
+    def gather(self, trajectory: str, *, tokens: int, attempt: int = 0) -> int:
+        """Append K and V of the trajectory, to be called before its seal and before the engine frees its cache.
+
+        Args:
+            tokens: tokens of the trajectory. The last one was sampled and never ran a forward, so ``tokens - 1`` rows
+                exist.
+            attempt: the attempt of the trajectory, ``recorder.attempt(trajectory)``.
+
+        Returns:
+            Rows appended per site.
+        """
+        rows = tokens - 1
+        for start in range(0, rows, self._span_tokens):
+            stop = min(start + self._span_tokens, rows)
+            records = {site: self._packed(site, trajectory, start, stop) for site in self._sites}
+            self._writer.append(trajectory, start, records, attempt=attempt, policy_version=self._policy_version)
+        return rows
+
+    def _packed(self, site: Site, trajectory: str, start: int, stop: int) -> Rows:
+        codes, scales, tensor_scale = self._cache.rows(site, trajectory, start, stop)
+        if len(codes) != stop - start:
+            raise InvalidRequest(
+                f"the cache gave another number of rows, site={site.name} rows={len(codes)} wanted={stop - start}",
+                argument="cache",
+            )
+        scale = np.broadcast_to(np.asarray(tensor_scale, np.float32), (stop - start,))
+        return pack_codes(site, codes), np.ascontiguousarray(scales), scale
+
+
+def _run_end(trajectories: Sequence[str], positions: Sequence[int] | npt.NDArray[np.integer[Any]], row: int) -> int:
+    """End of the rows from ``row`` on that are consecutive tokens of one trajectory."""
+    stop = row + 1
+    while (
+        stop < len(trajectories)
+        and trajectories[stop] == trajectories[row]
+        and int(positions[stop]) == int(positions[row]) + stop - row
+    ):
+        stop += 1
+    return stop
