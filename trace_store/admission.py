@@ -102,7 +102,10 @@ def _sort_records(
         return Admission(None, duplicates)
     kept = Chunk(
         tuple(piece[0] for piece in pieces),
-        *(memoryview(b"".join(piece[column] for piece in pieces)) for column in (1, 2, 3)),
+        *(
+            memoryview(b"".join(parts))
+            for parts in ([p[1] for p in pieces], [p[2] for p in pieces], [p[3] for p in pieces])
+        ),
     )
     return Admission(kept, duplicates)
 
@@ -164,9 +167,7 @@ def _cut(partition: Partition, record: RecordView, low: int, high: int) -> tuple
     if not group.scale_per_token[position]:
         tensor = bytes(record.tensor_scales)
     seed = trajectory_seed(partition.run.name, partition.name, group.trajectory)
-    checksum = record_checksum(
-        seed, group.attempt, group.policy_version, number, low, high, codes, scales, tensor
-    )
+    checksum = record_checksum(seed, group.attempt, group.policy_version, number, low, high, codes, scales, tensor)
     cut = replace(
         group,
         start=low,

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trace_store.checksum import RowKind
+from trace_store.errors import TraceStoreError
 from trace_store.record import Site
 from trace_store.segment.index import SegmentIndex
 
@@ -111,6 +112,8 @@ class Partition:
     trajectories: dict[str, Trajectory] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
     segments: dict[int, Segment] = field(default_factory=dict)
+    deferred: dict[str, TraceStoreError] = field(default_factory=dict)
+    """Errors of appends that were answered from memory, by trajectory; its next append or seal raises them."""
 
     def attempt(self, trajectory: str, number: int) -> Attempt:
         """The attempt to write to, made when new; an older open attempt is forgotten."""

@@ -173,4 +173,3 @@ def _check_group(group: RecordGroup, sites: int) -> None:
         raise InvalidRequest(f"unknown site number, site={max(group.sites)} sites={sites}", argument="sites")
     if not len(group.sites) == len(group.scale_per_token) == len(group.checksums):
         raise InvalidRequest("sites, scale_per_token and checksums differ in length", argument="sites")
-

@@ -1,12 +1,12 @@
 """The engine: everything the store does, as one thread-safe object without network. The server and tests call this.
 
-    engine = Engine(Path("/data"))
-    engine.register("run", [Site(0, "moe_in", 2048)])
-    engine.append("run", "step-1", chunk, durability="synced").result()
-    receipt = engine.seal("run", "step-1", "t0", tokens=9, prompt_tokens=4).result()
-    with engine.read("run", "step-1", [TokenSpan("t0", 4, 8)], [0]) as read:
-        for piece in read: ...
-    engine.close()
+engine = Engine(Path("/data"))
+engine.register("run", [Site(0, "moe_in", 2048)])
+engine.append("run", "step-1", chunk, durability="synced").result()
+receipt = engine.seal("run", "step-1", "t0", tokens=9, prompt_tokens=4).result()
+with engine.read("run", "step-1", [TokenSpan("t0", 4, 8)], [0]) as read:
+    for piece in read: ...
+engine.close()
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -105,13 +106,17 @@ class Engine:
     ) -> None:
         self._volume = Volume(Path(root), server or socket.gethostname(), epoch())
         self._shard = Shard(self._volume, clock)
+        self._closed = False
 
     @property
     def server(self) -> str:
         return self._volume.server
 
     def close(self) -> None:
-        """Write and sync what was accepted, seal the open segments, give the directory back."""
+        """Write and sync what was accepted, seal the open segments, give the directory back. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
         self._shard.close()
         self._volume.close()
 
@@ -153,9 +158,7 @@ class Engine:
         check_attempt(attempt)
         check_int(tokens, "tokens", 1, TOKENS_MAX)
         check_int(prompt_tokens, "prompt_tokens", 0, tokens)
-        command = SealCommand(
-            self._partition(run, partition), trajectory, attempt, tokens, prompt_tokens, allow_holes
-        )
+        command = SealCommand(self._partition(run, partition), trajectory, attempt, tokens, prompt_tokens, allow_holes)
         self._shard.submit(command)
         return command.future
 
@@ -184,9 +187,7 @@ class Engine:
             raise InvalidRequest(f"sites are repeated or unknown, sites={len(known.sites)}", argument="sites")
         with self._volume.lock:
             found = known.partitions.get(partition)
-            plan = plan_read(
-                found, spans, sites, include_open=include_open, policy_version_min=policy_version_min
-            )
+            plan = plan_read(found, spans, sites, include_open=include_open, policy_version_min=policy_version_min)
             segments = self._lease(found, sorted(set(plan.segment.tolist()))) if found is not None else {}
         return Read(plan, segments, spans)
 
@@ -237,7 +238,7 @@ class Engine:
             return sorted(self._volume.runs.values(), key=lambda run: run.name)
 
     @property
-    def catalog_lock(self):  # type: ignore[no-untyped-def]
+    def catalog_lock(self) -> AbstractContextManager[bool]:
         return self._volume.lock
 
     def _partition(self, run: str, partition: str) -> Partition:

@@ -125,10 +125,7 @@ def _cut(
 ) -> Slice:
     skip, count = int(plan.skip[position]), int(plan.rows[position])
     last = skip + count
-    if tensor.nbytes == 4:
-        tensor = memoryview(bytes(tensor) * count)
-    else:
-        tensor = tensor[4 * skip : 4 * last]
+    tensor = memoryview(bytes(tensor) * count) if tensor.nbytes == 4 else tensor[4 * skip : 4 * last]
     return Slice(
         site=int(plan.site[position]),
         dest_row=int(plan.dest_row[position]),
@@ -140,9 +137,7 @@ def _cut(
     )
 
 
-def _read_column(
-    segment: OpenSegment, rows: npt.NDArray[np.void], prefix: str
-) -> Iterator[memoryview | StorageFailed]:
+def _read_column(segment: OpenSegment, rows: npt.NDArray[np.void], prefix: str) -> Iterator[memoryview | StorageFailed]:
     """The bytes of one column for each row, read in runs of up to RUN_BYTES_MAX."""
     offsets = rows[f"{prefix}_offset"].astype(np.int64)
     ends = offsets + rows[f"{prefix}_bytes"]

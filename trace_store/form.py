@@ -33,6 +33,4 @@ class Form:
         return self.bits * width // 8
 
 
-FORMS: dict[str, Form] = {
-    name: Form(name, bits) for name, bits in (("b1", 1), ("b2", 2), ("b3", 3), ("full", 4))
-}
+FORMS: dict[str, Form] = {name: Form(name, bits) for name, bits in (("b1", 1), ("b2", 2), ("b3", 3), ("full", 4))}

@@ -84,4 +84,3 @@ def _read_varint(view: memoryview, offset: int) -> tuple[int, int]:
 
 def _malformed(why: str, offset: int) -> InvalidRequest:
     return InvalidRequest(f"malformed frame: {why}, offset={offset}", argument="frame")
-

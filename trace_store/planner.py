@@ -43,7 +43,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Pieces as columns: rows [skip, skip + rows) of index row ``row`` of ``segment`` land at ``dest_row`` of ``site``."""
+    """Pieces as columns: rows [skip, skip + rows) of index row ``row`` in ``segment``, for ``dest_row`` of ``site``."""
 
     segment: Column
     row: Column
@@ -75,7 +75,7 @@ def plan_read(
         holdings = list(found.overlapping(span.start, span.stop))
         _plan_span(number, span, holdings, sites, selections, pieces, missing)
     table = np.concatenate(pieces, axis=1) if pieces else np.zeros((7, 0), np.int64)
-    plan = ReadPlan(*table, missing=tuple(missing))
+    plan = ReadPlan(*table, tuple(missing))
     if policy_version_min and partition is not None:
         return _drop_stale(plan, partition, spans, policy_version_min)
     return plan
@@ -129,7 +129,9 @@ def _find_gaps(
     for site in sites:
         pattern = tuple(site in group for group, _ in members)
         if pattern not in known:
-            spans = [item for inside, (_, held_spans) in zip(pattern, members, strict=True) if inside for item in held_spans]
+            spans = [
+                item for inside, (_, held_spans) in zip(pattern, members, strict=True) if inside for item in held_spans
+            ]
             known[pattern] = gaps(spans, span.start, span.stop)
         missing.extend(Missing(number, site, low, high, MissingReason.NOT_RECORDED) for low, high in known[pattern])
 
@@ -152,8 +154,6 @@ def _drop_stale(plan: ReadPlan, partition: Partition, spans: Sequence[TokenSpan]
         span = spans[int(plan.span[position])]
         start = span.start + int(plan.dest_row[position]) - span.dest_row
         stop = start + int(plan.rows[position])
-        stale.append(
-            Missing(int(plan.span[position]), int(plan.site[position]), start, stop, MissingReason.STALE)
-        )
+        stale.append(Missing(int(plan.span[position]), int(plan.site[position]), start, stop, MissingReason.STALE))
     columns = (plan.segment, plan.row, plan.site, plan.skip, plan.rows, plan.dest_row, plan.span)
-    return ReadPlan(*(column[fresh] for column in columns), missing=plan.missing + tuple(stale))
+    return ReadPlan(*[column[fresh] for column in columns], plan.missing + tuple(stale))

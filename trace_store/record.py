@@ -24,6 +24,8 @@ Bytes2D = npt.NDArray[np.uint8]
 
 SCALE_TYPES = ("e4m3", "e8m0")
 
+_FORMAT_NAMES = {(16, "e4m3"): "nvfp4", (32, "e8m0"): "mxfp4", (16, "e8m0"): "mxfp4_block16"}
+
 
 def check_name(value: object, argument: str) -> str:
     """Return ``value`` if it is a usable run, partition or trajectory name.
@@ -118,8 +120,8 @@ class Site:
 
     @property
     def format(self) -> str:
-        """Format name of ``trace_store.codebook``: ``nvfp4`` (16, E4M3) or ``mxfp4`` (32, E8M0), else empty."""
-        return {(16, "e4m3"): "nvfp4", (32, "e8m0"): "mxfp4"}.get((self.block, self.scale), "")
+        """Format name of ``trace_store.codebook``: ``nvfp4``, ``mxfp4`` or ``mxfp4_block16``; empty for 32 with E4M3."""
+        return _FORMAT_NAMES.get((self.block, self.scale), "")
 
 
 def check_site_table(sites: object) -> tuple[Site, ...]:
@@ -127,7 +129,9 @@ def check_site_table(sites: object) -> tuple[Site, ...]:
     try:
         table = tuple(sites)  # type: ignore[arg-type]
     except TypeError:
-        raise InvalidRequest(f"sites must be a sequence of Site, got={type(sites).__name__}", argument="sites") from None
+        raise InvalidRequest(
+            f"sites must be a sequence of Site, got={type(sites).__name__}", argument="sites"
+        ) from None
     if not 1 <= len(table) <= SITES_MAX:
         raise InvalidRequest(f"a run has 1 to {SITES_MAX} sites, got={len(table)}", argument="sites")
     for site in table:

@@ -17,8 +17,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 from trace_store.admission import admit
@@ -45,6 +45,9 @@ ROLL_IDLE_S = 30.0
 """A segment that got no row for this long is rolled, so that it can be uploaded and opens without a scan."""
 
 REWRITE_RETRY_S = 1.0
+
+DEFERRED_ERRORS_MAX = 10_000
+"""Errors kept per partition; trajectories beyond it see their lost rows as holes at their seal."""
 
 
 class Shard:
@@ -110,10 +113,10 @@ class Shard:
             try:
                 self._execute(command)
             except TraceStoreError as error:
-                _fail(command.future, error)
+                self._fail(command, error)
             except Exception as error:
                 log.exception("command failed: %s", type(command).__name__)
-                _fail(command.future, StorageFailed(f"internal error, cause={error!r}"))
+                self._fail(command, StorageFailed(f"internal error, cause={error!r}"))
             finally:
                 self._leave_queue(command)
 
@@ -147,15 +150,26 @@ class Shard:
         else:
             self._release(command)
 
+    def _fail(self, command: Command, error: TraceStoreError) -> None:
+        if not command.future.done():
+            command.future.set_exception(error)
+        elif isinstance(command, AppendCommand):
+            # Answered from memory: the trajectory's next append or seal says it.
+            deferred = self._volume.live(command.partition).deferred
+            for group in command.chunk.groups:
+                if len(deferred) < DEFERRED_ERRORS_MAX:
+                    deferred.setdefault(group.trajectory, error)
+
     def _append(self, command: AppendCommand) -> None:
         partition = self._volume.live(command.partition)
+        for group in command.chunk.groups:
+            _raise_deferred(partition, group.trajectory)
         check_chunk(command.chunk, partition.run.name, partition.name, partition.run.sites)
         admission = admit(partition, command.chunk, partial(self._volume.read_record, partition))
         stored = 0
         if admission.chunk is not None:
             stored = admission.chunk.records
-            chunk = admission.chunk
-            self._write(partition, lambda writer: writer.append_chunk(chunk))
+            self._write(partition, methodcaller("append_chunk", admission.chunk))
         result = AppendResult(stored, admission.duplicates)
         if command.durability == "synced":
             self._answer_synced(command.future, result)
@@ -164,10 +178,10 @@ class Shard:
 
     def _seal(self, command: SealCommand) -> None:
         partition = self._volume.live(command.partition)
+        _raise_deferred(partition, command.trajectory)
         receipt, row = seal_attempt(partition, command, self._volume.server)
         if row is not None:
-            control = row
-            self._write(partition, lambda writer: writer.append_control(*control))
+            self._write(partition, methodcaller("append_control", *row))
             with self._volume.lock:
                 partition.mark_sealed(command.trajectory, command.attempt, command.tokens, command.prompt_tokens)
 
@@ -191,8 +205,7 @@ class Shard:
         partition = self._volume.live(command.partition)
         rows = self._volume.release_rows(partition, command.trajectories)
         for row in rows:
-            control = row
-            self._write(partition, lambda writer, control=control: writer.append_control(*control))
+            self._write(partition, methodcaller("append_control", *row))
         self._answer_synced(command.future, len(rows))
 
     def _write(self, partition: Partition, write: Callable[[SegmentWriter], Any]) -> None:
@@ -250,7 +263,7 @@ class Shard:
     def _answer_synced(self, future: Future[Any], result: Any, before: Callable[[], None] | None = None) -> None:
         def done(error: TraceStoreError | None) -> None:
             if error is not None:
-                _fail(future, error)
+                future.set_exception(error)
                 return
             if before is not None:
                 before()
@@ -260,7 +273,7 @@ class Shard:
 
     def _rolled(self, writer: SegmentWriter) -> None:
         """Syncer's thread: a segment is sealed."""
-        partition, segment = self._places.pop(writer)
+        _, segment = self._places.pop(writer)
         with self._volume.lock:
             segment.path, segment.disk_bytes = writer.path, writer.written_bytes
         writer.close()
@@ -301,7 +314,6 @@ class Shard:
         self._syncer.suspect(None)
 
 
-def _fail(future: Future[Any], error: TraceStoreError) -> None:
-    # A "memory" append was answered when it was queued; its error surfaces at the trajectory's seal as holes.
-    with suppress(Exception):
-        future.set_exception(error)
+def _raise_deferred(partition: Partition, trajectory: str) -> None:
+    if partition.deferred and trajectory in partition.deferred:
+        raise partition.deferred.pop(trajectory)

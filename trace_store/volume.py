@@ -147,9 +147,7 @@ class Volume:
         """
         segment = partition.segments[number]
         header = SegmentHeader(partition.run.name, partition.name, partition.run.sites, self.server, 0)
-        return OpenSegment(
-            open_descriptor(segment.path, segment.path.name), segment.path.name, header, segment.index
-        )
+        return OpenSegment(open_descriptor(segment.path, segment.path.name), segment.path.name, header, segment.index)
 
     def read_record(self, partition: Partition, number: int, row: int) -> tuple[memoryview, memoryview, memoryview]:
         """Codes, scales and tensor scales of one stored record, verified."""
@@ -256,4 +254,3 @@ def _compare_tables(run: str, known: tuple[Site, ...], offered: tuple[Site, ...]
         position = next(i for i, pair in enumerate(zip(known, offered, strict=True)) if pair[0] != pair[1])
         difference = f"site={offered[position]} registered={known[position]}"
     raise SchemaMismatch(f"the run has another site table, run={run!r} {difference}", argument="sites")
-

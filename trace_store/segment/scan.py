@@ -112,14 +112,13 @@ def scan_segment(path: Path) -> Scan:
         raise FormatError(f"segment schema is unreadable, segment={path.name} cause={error}") from error
     scan = Scan(read_header(schema, path.name), SegmentIndex())
     first = len(MAGIC) + _message_bytes(view, len(MAGIC))
-    for batch in _batches(data, view, first, schema, scan):
+    for batch in _batches(data, content, first, schema, scan):
         _keep_good_rows(batch, data.address, scan)
     return scan
 
 
-def _batches(
-    data: pa.Buffer, view: memoryview, offset: int, schema: pa.Schema, scan: Scan
-) -> Iterator[pa.RecordBatch]:
+def _batches(data: pa.Buffer, content: bytes, offset: int, schema: pa.Schema, scan: Scan) -> Iterator[pa.RecordBatch]:
+    view = memoryview(content)
     size = len(view)
     while offset + 8 <= size:
         metadata_bytes = int.from_bytes(view[offset + 4 : offset + 8], "little")
@@ -130,7 +129,7 @@ def _batches(
             yield batch
             offset += length
             continue
-        following = _next_marker(view, offset + 8)
+        following = _next_marker(content, offset + 8)
         if following == size:
             scan.torn_bytes = size - offset
             return
@@ -138,9 +137,7 @@ def _batches(
         offset = following
 
 
-def _read_batch(
-    data: pa.Buffer, view: memoryview, offset: int, schema: pa.Schema
-) -> tuple[pa.RecordBatch | None, int]:
+def _read_batch(data: pa.Buffer, view: memoryview, offset: int, schema: pa.Schema) -> tuple[pa.RecordBatch | None, int]:
     metadata_bytes = int.from_bytes(view[offset + 4 : offset + 8], "little")
     if bytes(view[offset : offset + 4]) != _CONTINUATION or not 0 < metadata_bytes <= _METADATA_BYTES_MAX:
         return None, 0
@@ -153,14 +150,13 @@ def _read_batch(
     return batch, 8 + metadata_bytes + (message.body.size if message.body is not None else 0)
 
 
-def _next_marker(view: memoryview, offset: int) -> int:
+def _next_marker(content: bytes, offset: int) -> int:
     """Position of the next possible message, 8-byte aligned, or the end of the file."""
     position = (offset + 7) // 8 * 8
-    content = view.obj
     while True:
-        found = content.find(_CONTINUATION, position)  # type: ignore[union-attr]
+        found = content.find(_CONTINUATION, position)
         if found < 0:
-            return len(view)
+            return len(content)
         if found % 8 == 0:
             return found
         position = found + 1

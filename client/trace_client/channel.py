@@ -1,0 +1,158 @@
+"""The channel to a server: options, credentials, deadlines, and gRPC failures turned into errors of the tree."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from trace_store import wire
+from trace_store.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    TraceStoreError,
+    Unauthenticated,
+    Unavailable,
+    Unsupported,
+)
+from trace_store.limits import FRAME_BYTES_MAX
+from trace_store.record import Site
+from trace_store.v1 import record_pb2
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
+
+CALL_TIMEOUT_S = 60.0
+"""Deadline of a control call; a seal behind a full queue waits for the disk."""
+
+CONNECT_TIMEOUT_S = 10.0
+
+MESSAGE_OVERHEAD_BYTES = 64 << 10
+
+_BARE: dict[grpc.StatusCode, type[TraceStoreError]] = {
+    grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.UNIMPLEMENTED: Unsupported,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
+    grpc.StatusCode.NOT_FOUND: NotFound,
+}
+
+
+@dataclass(frozen=True)
+class Tls:
+    """TLS files of a client, PEM. ``ca`` None trusts the system's; certificate and key are for mutual TLS."""
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+
+class Channel:
+    """One gRPC channel and its stubs. Thread-safe. Bulk methods carry raw frames."""
+
+    def __init__(self, target: str, tls: Tls | None, token: str | None) -> None:
+        if not isinstance(target, str) or not target or (":" not in target and not target.startswith("unix:")):
+            raise InvalidRequest(f"target must be host:port or unix:/path, got={target!r}", argument="target")
+        self.target = target
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        limit = FRAME_BYTES_MAX + MESSAGE_OVERHEAD_BYTES
+        options = [
+            ("grpc.max_receive_message_length", limit),
+            ("grpc.max_send_message_length", limit),
+            # A proxy from the environment would catch calls to sidecars on this host.
+            ("grpc.enable_http_proxy", 0),
+            # A restarted server is found within a second, not after the default backoff of up to two minutes.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ]
+        if tls is None:
+            self._channel = grpc.insecure_channel(target, options)
+        else:
+            self._channel = grpc.secure_channel(target, _credentials(tls), options)
+        self._tables: dict[str, tuple[Site, ...]] = {}
+        self._tables_lock = threading.Lock()
+        prefix = f"/{wire.SERVICE}/"
+        self._calls = {
+            name: self._channel.unary_unary(
+                prefix + name, lambda message: message.SerializeToString(), response.FromString
+            )
+            for name, response in (
+                ("Register", service_pb2.RegisterResponse),
+                ("DescribeRun", service_pb2.DescribeRunResponse),
+                ("Seal", service_pb2.SealResponse),
+                ("Release", service_pb2.ReleaseResponse),
+                ("List", service_pb2.ListResponse),
+                ("Status", service_pb2.StatusResponse),
+            )
+        }
+        self._append = self._channel.stream_stream(prefix + "Append")
+        self._read = self._channel.unary_stream(prefix + "Read", lambda message: message.SerializeToString())
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def wait_ready(self) -> None:
+        """Wait for the connection.
+
+        Raises:
+            Unavailable: nothing answers at the target.
+        """
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=CONNECT_TIMEOUT_S)
+        except grpc.FutureTimeoutError:
+            raise Unavailable(
+                f"no server answers, target={self.target} waited_s={CONNECT_TIMEOUT_S:g};"
+                " check that it runs and the address (http_proxy is not used)"
+            ) from None
+
+    def call(self, method: str, request: Any, table: Sequence[Site] = (), timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        """A control call. Raises the error that the server raised."""
+        try:
+            return self._calls[method](request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=False)
+        except grpc.RpcError as error:
+            raise self.error(error, table) from None
+
+    def append_stream(self, requests: Any) -> Any:
+        """Open an Append stream; iterating it gives encoded AppendResponse messages."""
+        return self._append(requests, metadata=self._metadata)
+
+    def read_stream(self, request: Any, timeout_s: float | None) -> Any:
+        """Open a Read stream; iterating it gives frames."""
+        return self._read(request, metadata=self._metadata, timeout=timeout_s)
+
+    def table(self, run: str) -> tuple[Site, ...]:
+        """Site table of a run, asked once."""
+        with self._tables_lock:
+            if run in self._tables:
+                return self._tables[run]
+        response = self.call("DescribeRun", service_pb2.DescribeRunRequest(run=run))
+        table = tuple(wire.site_from_wire(site) for site in response.sites)
+        with self._tables_lock:
+            return self._tables.setdefault(run, table)
+
+    def error(self, error: grpc.RpcError, table: Sequence[Site] = ()) -> TraceStoreError:
+        """The typed error of a failed call."""
+        for key, value in _trailing(error):
+            if key == wire.ERROR_METADATA_KEY:
+                return wire.error_from_wire(record_pb2.ErrorDetail.FromString(value), table)
+        code, details = error.code(), error.details() or ""
+        kind = _BARE.get(code, TraceStoreError)
+        hint = "; the server went away or is not there, retrying is safe" if kind is Unavailable else ""
+        return kind(f"call failed: {details}{hint}, status={code.name} target={self.target}")
+
+
+def _trailing(error: Any) -> Sequence[tuple[str, bytes]]:
+    read: Callable[[], Any] | None = getattr(error, "trailing_metadata", None)
+    return (read() if read is not None else None) or ()
+
+
+def _credentials(tls: Tls) -> grpc.ChannelCredentials:
+    def content(path: Path | None) -> bytes | None:
+        return Path(path).read_bytes() if path is not None else None
+
+    return grpc.ssl_channel_credentials(content(tls.ca), content(tls.key), content(tls.certificate))

@@ -1,0 +1,121 @@
+"""Connect to a trace-store server.
+
+client = trace_client.connect("127.0.0.1:7077")
+client.register("run", sites)
+writer = client.writer("run", "step-1")
+reader = client.reader("run", "step-1")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from trace_client.channel import Channel, Tls
+from trace_client.reader import Reader
+from trace_client.writer import Writer
+from trace_store import wire
+from trace_store.record import Site, check_name, check_site_table
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One row of a listing; fields that do not apply are 0 or False."""
+
+    name: str
+    trajectories: int
+    records: int
+    disk_bytes: int
+    attempt: int
+    sealed: bool
+    tokens: int
+    prompt_tokens: int
+
+
+class Client:
+    """A connection to one server. Thread-safe; a context manager."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def register(self, run: str, sites: Sequence[Site]) -> bool:
+        """Create a run with its site table, durably. True if it is new; the same table again is fine.
+
+        Raises:
+            SchemaMismatch: the run has another table.
+        """
+        table = check_site_table(sites)
+        request = service_pb2.RegisterRequest(run=check_name(run, "run"), sites=map(wire.site_to_wire, table))
+        return bool(self._channel.call("Register", request).created)
+
+    def sites(self, run: str) -> tuple[Site, ...]:
+        """Site table of a run. Raises NotFound."""
+        return self._channel.table(check_name(run, "run"))
+
+    def writer(self, run: str, partition: str, durability: str = "synced") -> Writer:
+        """A writer of one partition. ``durability`` is what an answered append promises: memory, written or synced."""
+        return Writer(self._channel, run, partition, durability)
+
+    def reader(self, run: str, partition: str) -> Reader:
+        """A reader of one partition."""
+        return Reader(self._channel, run, partition)
+
+    def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> int:
+        """Forget a partition, or some of its trajectories, durably. Returns how many were there."""
+        if trajectories is not None and not trajectories:
+            return 0
+        request = service_pb2.ReleaseRequest(
+            run=check_name(run, "run"), partition=check_name(partition, "partition"), trajectories=trajectories or ()
+        )
+        return int(self._channel.call("Release", request).released)
+
+    def list(self, run: str = "", partition: str = "") -> Iterator[Listed]:
+        """Runs; or the partitions of a run; or the trajectories of a partition. Sorted by name."""
+        after = ""
+        while True:
+            request = service_pb2.ListRequest(run=run, partition=partition, after=after)
+            response = self._channel.call("List", request)
+            for entry in response.entries:
+                yield Listed(**{name: getattr(entry, name) for name in Listed.__dataclass_fields__})
+            if not response.more:
+                return
+            after = response.entries[-1].name
+
+    def status(self) -> dict[str, Any]:
+        """State of the server: name, version, counts, bytes, and why writes are refused (empty: they are not)."""
+        response = self._channel.call("Status", service_pb2.StatusRequest())
+        return {field.name: getattr(response, field.name) for field in response.DESCRIPTOR.fields}
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def connect(target: str, *, tls: Tls | None = None, token: str | None = None) -> Client:
+    """Connect to a server and wait until it answers.
+
+    Args:
+        target: ``host:port`` or ``unix:/path``.
+        tls: None for plain text; ``Tls()`` trusts the system's authorities.
+        token: bearer token, if the server wants one.
+
+    Raises:
+        Unavailable: nothing answers within 10 s.
+    """
+    channel = Channel(target, tls, token)
+    try:
+        channel.wait_ready()
+    except BaseException:
+        channel.close()
+        raise
+    return Client(channel)

@@ -1,0 +1,128 @@
+"""Read guidance records of one partition, by microbatch. Reading never consumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from trace_client.channel import Channel
+from trace_client.microbatch import REASONS, Buffers, Microbatch, MissingRows, place, rows_of
+from trace_client.prefetch import Prefetch
+from trace_store import wire
+from trace_store.errors import InvalidRequest
+from trace_store.limits import SPANS_MAX
+from trace_store.record import Site, TokenSpan, check_name
+from trace_store.v1 import record_pb2
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
+
+READ_TIMEOUT_S = 300.0
+"""Deadline of one read: 30 GB at 0.1 GB/s. A stalled reader is cut off by it."""
+
+Span = TokenSpan | tuple[str, int, int] | tuple[str, int, int, int]
+
+
+class Reader:
+    """Reader of one run and partition. Thread-safe."""
+
+    def __init__(self, channel: Channel, run: str, partition: str) -> None:
+        self._channel = channel
+        self.run, self.partition = check_name(run, "run"), check_name(partition, "partition")
+        self.sites: tuple[Site, ...] = channel.table(run)
+        self._numbers = {site: number for number, site in enumerate(self.sites)}
+
+    def read(
+        self,
+        spans: Sequence[Span],
+        sites: Sequence[Site] | None = None,
+        *,
+        out: Buffers | None = None,
+        include_open: bool = False,
+        policy_version_min: int = 0,
+        timeout_s: float = READ_TIMEOUT_S,
+    ) -> Microbatch:
+        """Read token spans at some sites.
+
+        Args:
+            spans: (trajectory, start, stop[, dest_row]) with half-open tokens; the rows of a span land from dest_row
+                on, 0 if left out. Rows that no span names stay invalid (padding).
+            sites: sites of the run, None for all.
+            out: buffers to reuse; what an earlier read returned over them changes.
+            include_open: also read attempts that are not sealed.
+            policy_version_min: rows of older weights count as missing.
+
+        Raises:
+            InvalidRequest: names the argument.
+            Unavailable, DeadlineExceeded: repeat the read.
+        """
+        wanted = [check_span(span) for span in spans]
+        if len(wanted) > SPANS_MAX:
+            raise InvalidRequest(f"a read has at most {SPANS_MAX} spans, got={len(wanted)}", argument="spans")
+        chosen = self.sites if sites is None else tuple(sites)
+        numbers = [self._number(site) for site in chosen]
+        batch = (out or Buffers()).microbatch(chosen, rows_of(wanted))
+        request = service_pb2.ReadRequest(
+            run=self.run,
+            partition=self.partition,
+            spans=[_span_to_wire(span) for span in wanted],
+            sites=numbers,
+            include_open=include_open,
+            policy_version_min=policy_version_min,
+        )
+        try:
+            for message in self._channel.read_stream(request, timeout_s):
+                self._take(batch, wanted, *wire.parse_read(message))
+        except grpc.RpcError as error:
+            raise self._channel.error(error, self.sites) from None
+        return batch
+
+    def prefetch(
+        self,
+        microbatches: Iterable[Sequence[Span]],
+        sites: Sequence[Site] | None = None,
+        *,
+        depth: int = 2,
+        device: str = "cpu",
+        **read_options: Any,
+    ) -> Iterator[Microbatch]:
+        """Read microbatches ahead on a thread, at most ``depth`` of them, into ``depth + 1`` reused buffers.
+
+        Args:
+            device: ``cpu`` gives NumPy arrays; a torch device such as ``cuda`` gives torch tensors there, copied from
+                pinned memory on a stream of their own and ready on the current stream.
+
+        A microbatch stays valid until the next one is drawn. Leaving the loop stops the thread.
+        """
+        return Prefetch(
+            lambda spans, buffers: self.read(spans, sites, out=buffers, **read_options), microbatches, depth, device
+        )
+
+    def _number(self, site: Site) -> int:
+        number = self._numbers.get(site)
+        if number is None:
+            raise InvalidRequest(f"the run has no such site, site={site}", argument="sites")
+        return number
+
+    def _take(self, batch: Microbatch, spans: Sequence[TokenSpan], header: Any, payload: memoryview) -> None:
+        place(batch, [self.sites[number] for number in header.sites], header.dest_rows, header.rows, payload)
+        for missing in header.missing:
+            reason = REASONS.get(missing.reason, f"reason {missing.reason}")
+            batch.missing.append(
+                MissingRows(
+                    spans[missing.span].trajectory, self.sites[missing.site], missing.start, missing.stop, reason
+                )
+            )
+
+
+def check_span(span: Span) -> TokenSpan:
+    """A validated span. Raises InvalidRequest."""
+    if isinstance(span, TokenSpan):
+        return span
+    if not isinstance(span, (tuple, list)) or len(span) not in (3, 4):
+        raise InvalidRequest(f"a span is (trajectory, start, stop[, dest_row]), got={span!r}", argument="spans")
+    return TokenSpan(*span)
+
+
+def _span_to_wire(span: TokenSpan) -> Any:
+    return record_pb2.TokenSpan(trajectory=span.trajectory, start=span.start, stop=span.stop, dest_row=span.dest_row)

@@ -1,0 +1,120 @@
+"""The Append stream: frames in, answers out, in order, with the credit announced at open.
+
+One task reads frames and hands chunks to the engine; a second one answers them in order as their futures complete.
+At most MESSAGES_UNANSWERED_MAX frames wait for their answer, and their bytes come out of the server's budget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from trace_server.flow import CREDIT_BYTES, ByteBudget
+from trace_server.metrics import Metrics
+from trace_store import wire
+from trace_store.commands import AppendResult
+from trace_store.engine import Engine
+from trace_store.errors import InvalidRequest, TraceStoreError, Unavailable
+from trace_store.record import Site, check_name
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
+
+MESSAGES_UNANSWERED_MAX = 256
+
+_Pending = tuple[int, float, "asyncio.Future[AppendResult] | TraceStoreError"]
+
+
+class AppendStream:
+    """One open stream. ``run()`` yields the encoded answers."""
+
+    def __init__(self, engine: Engine, budget: ByteBudget, metrics: Metrics) -> None:
+        self._engine, self._budget, self._metrics = engine, budget, metrics
+        self._pending: asyncio.Queue[_Pending | TraceStoreError | None] = asyncio.Queue(MESSAGES_UNANSWERED_MAX)
+        self._reader: asyncio.Task[None] | None = None
+        self._run = self._partition = self._durability = ""
+        self._table: tuple[Site, ...] = ()
+
+    async def answers(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """Answers in the order of the requests; raises TraceStoreError when the stream cannot go on."""
+        first = await anext(aiter(requests), None)
+        if first is None:
+            return
+        self._open(first)
+        yield service_pb2.AppendResponse(credit_bytes=CREDIT_BYTES).SerializeToString()
+        self._metrics.streams.inc()
+        self._reader = reader = asyncio.create_task(self._read(requests))
+        try:
+            while (pending := await self._pending.get()) is not None:
+                if isinstance(pending, TraceStoreError):
+                    raise pending
+                yield (await self._answer(*pending)).SerializeToString()
+        finally:
+            self._metrics.streams.dec()
+            if not reader.done():
+                self._pending = asyncio.Queue()  # nobody reads it any more; the reader must not wait for room
+                reader.cancel()
+
+    def _open(self, message: bytes) -> None:
+        header, payload = wire.parse_append(message)
+        if not header.HasField("open") or header.groups or payload.nbytes:
+            raise InvalidRequest("the first message of an append stream opens it and holds no records", argument="open")
+        self._run, self._partition = header.open.run, check_name(header.open.partition, "partition")
+        self._durability = wire.durability_from_wire(header.open.durability)
+        self._table = self._engine.sites(self._run)
+
+    async def _read(self, requests: AsyncIterator[bytes]) -> None:
+        expected = 0
+        try:
+            async for message in requests:
+                expected += 1
+                await self._pending.put(await self._accept(message, expected))
+            await self._pending.put(None)
+        except TraceStoreError as error:
+            await self._pending.put(error)
+        except asyncio.CancelledError:
+            await self._pending.put(Unavailable("the server is stopping; repeat what was not answered"))
+
+    def stop(self) -> None:
+        """Take no more messages; what was taken is still answered, then the stream ends with Unavailable."""
+        if self._reader is not None:
+            self._reader.cancel()
+
+    async def _accept(self, message: bytes, expected: int) -> _Pending:
+        arrived = time.perf_counter()
+        header, payload = wire.parse_append(message)
+        if header.sequence != expected or header.HasField("open"):
+            raise InvalidRequest(
+                f"append messages are numbered from 1 on, sequence={header.sequence} expected={expected}",
+                argument="sequence",
+            )
+        try:
+            chunk = wire.chunk_from_wire(header, payload, self._table)
+        except TraceStoreError as error:
+            return expected, arrived, error
+        size = payload.nbytes
+        await self._budget.take(size)
+        try:
+            future = self._engine.append(
+                self._run, self._partition, chunk, self._durability, lambda: self._budget.give_back(size)
+            )
+        except TraceStoreError as error:
+            self._budget.give_back(size)
+            return expected, arrived, error
+        self._metrics.append_bytes.inc(size)
+        return expected, arrived, asyncio.wrap_future(future)
+
+    async def _answer(
+        self, sequence: int, arrived: float, outcome: asyncio.Future[AppendResult] | TraceStoreError
+    ) -> Any:
+        try:
+            if isinstance(outcome, TraceStoreError):
+                raise outcome
+            result = await outcome
+        except TraceStoreError as error:
+            self._metrics.errors.labels(type(error).__name__).inc()
+            return service_pb2.AppendResponse(sequence=sequence, error=wire.error_to_wire(error, self._table))
+        self._metrics.append_seconds.labels(self._durability).observe(time.perf_counter() - arrived)
+        self._metrics.append_records.labels("stored").inc(result.stored)
+        self._metrics.append_records.labels("duplicate").inc(result.duplicates)
+        return service_pb2.AppendResponse(sequence=sequence, stored=result.stored, duplicates=result.duplicates)

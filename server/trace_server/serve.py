@@ -1,0 +1,98 @@
+"""``trace-store serve`` and ``python -m trace_server``: arguments -> engine and server -> run.
+
+Every option can also be given as an environment variable TRACE_STORE_<OPTION>, which is what containers use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+import uvloop
+
+from trace_server.app import Listen, Server, serve
+from trace_store.engine import Engine
+from trace_store.errors import TraceStoreError
+
+HELP = "run a storage server"
+
+DEFAULT_LISTEN = "127.0.0.1:7077"
+DEFAULT_METRICS = "127.0.0.1:9464"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of serve; defaults come from the environment."""
+
+    def environment(name: str, default: str | None = None) -> str | None:
+        return os.environ.get(f"TRACE_STORE_{name}", default)
+
+    result = argparse.ArgumentParser(prog="trace-store serve", description=HELP)
+    result.add_argument("--data", default=environment("DATA"), help="data directory (TRACE_STORE_DATA)")
+    result.add_argument("--listen", default=environment("LISTEN", DEFAULT_LISTEN), help="host:port or unix:/path")
+    result.add_argument(
+        "--metrics", default=environment("METRICS", DEFAULT_METRICS), help="host:port of /metrics, '' for none"
+    )
+    result.add_argument("--name", default=environment("NAME", ""), help="server name in receipts (default: host name)")
+    result.add_argument("--token-file", default=environment("TOKEN_FILE"), help="file with the token clients must send")
+    result.add_argument("--tls-certificate", default=environment("TLS_CERTIFICATE"), help="PEM certificate chain")
+    result.add_argument("--tls-key", default=environment("TLS_KEY"), help="PEM private key")
+    result.add_argument(
+        "--tls-client-ca", default=environment("TLS_CLIENT_CA"), help="PEM CA: clients need certificates"
+    )
+    result.add_argument(
+        "--ready-file", default=environment("READY_FILE"), help="file that gets the address once serving"
+    )
+    result.add_argument("--log-level", default=environment("LOG_LEVEL", "info"), help="debug, info, warning or error")
+    return result
+
+
+def command(argv: list[str]) -> int:
+    """Run a server until SIGTERM; 0 after a clean stop, 1 with one line on stderr when it cannot start."""
+    arguments = parser().parse_args(argv)
+    if not arguments.data:
+        parser().error("--data DIRECTORY (or TRACE_STORE_DATA) is required")
+    if bool(arguments.tls_certificate) != bool(arguments.tls_key):
+        parser().error("--tls-certificate and --tls-key go together")
+    logging.basicConfig(
+        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    try:
+        listen = _listen(arguments)
+        engine = Engine(Path(arguments.data), arguments.name)
+        try:
+            uvloop.run(serve(engine, listen, lambda server: _announce(server, listen, arguments.ready_file)))
+        finally:
+            engine.close()
+    except (TraceStoreError, OSError) as error:
+        print(f"trace-store serve: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _listen(arguments: argparse.Namespace) -> Listen:
+    def path(value: str | None) -> Path | None:
+        return Path(value) if value else None
+
+    return Listen(
+        address=arguments.listen,
+        metrics_address=arguments.metrics,
+        token=Path(arguments.token_file).read_text().strip() if arguments.token_file else "",
+        tls_certificate=path(arguments.tls_certificate),
+        tls_key=path(arguments.tls_key),
+        tls_client_ca=path(arguments.tls_client_ca),
+    )
+
+
+def _announce(server: Server, listen: Listen, ready_file: str | None) -> None:
+    address = listen.address
+    if not address.startswith("unix:"):
+        address = f"{address.rpartition(':')[0]}:{server.port}"
+    metrics = f"{listen.metrics_address.rpartition(':')[0]}:{server.metrics_port}" if server.metrics_port else ""
+    logging.getLogger("trace_server").info("serving on %s metrics=%s", address, metrics or "off")
+    if ready_file:
+        partial = Path(f"{ready_file}.partial")
+        partial.write_text(f"{address}\n{metrics}\n")
+        partial.rename(ready_file)

@@ -1,0 +1,165 @@
+"""TraceStoreService: decode, call the engine, encode. Bulk methods carry raw frames (``trace_store.frame``)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+
+from trace_server import listing, read
+from trace_server.append import AppendStream
+from trace_server.flow import ByteBudget
+from trace_server.metrics import Metrics
+from trace_server.status import abort
+from trace_store import wire
+from trace_store.engine import Engine
+from trace_store.errors import StorageFailed, TraceStoreError
+from trace_store.record import check_name
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
+from trace_store.version import VERSION
+
+
+class TraceStoreService:
+    """Handlers of one server; ``generic_handler`` registers them."""
+
+    def __init__(self, engine: Engine, metrics: Metrics) -> None:
+        self._engine, self._metrics = engine, metrics
+        self._budget = ByteBudget()
+        self._streams: set[AppendStream] = set()
+
+    def generic_handler(self) -> grpc.GenericRpcHandler:
+        """All methods. Append and Read get no (de)serializer for their bulk direction."""
+        unary: dict[str, tuple[Callable[[Any], Awaitable[Any]], Any]] = {
+            "Register": (self.register, service_pb2.RegisterRequest),
+            "DescribeRun": (self.describe_run, service_pb2.DescribeRunRequest),
+            "Seal": (self.seal, service_pb2.SealRequest),
+            "Release": (self.release, service_pb2.ReleaseRequest),
+            "List": (self.list, service_pb2.ListRequest),
+            "Status": (self.status, service_pb2.StatusRequest),
+        }
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                self._typed(method), request.FromString, lambda response: response.SerializeToString()
+            )
+            for name, (method, request) in unary.items()
+        }
+        handlers["Append"] = grpc.stream_stream_rpc_method_handler(self.append)
+        handlers["Read"] = grpc.unary_stream_rpc_method_handler(self.read, service_pb2.ReadRequest.FromString)
+        return grpc.method_handlers_generic_handler(wire.SERVICE, handlers)
+
+    def _typed(self, method: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
+        async def call(request: Any, context: Any) -> Any:
+            try:
+                return await method(request)
+            except TraceStoreError as error:
+                await self._refuse(context, error, getattr(request, "run", ""))
+
+        return call
+
+    async def _refuse(self, context: Any, error: TraceStoreError, run: str = "") -> None:
+        self._metrics.errors.labels(type(error).__name__).inc()
+        try:
+            table = self._engine.sites(run)
+        except TraceStoreError:
+            table = ()
+        await abort(context, error, table)
+
+    async def register(self, request: Any) -> Any:
+        sites = [wire.site_from_wire(site) for site in request.sites]
+        created = await asyncio.to_thread(self._engine.register, request.run, sites)
+        return service_pb2.RegisterResponse(created=created)
+
+    async def describe_run(self, request: Any) -> Any:
+        sites = self._engine.sites(check_name(request.run, "run"))
+        return service_pb2.DescribeRunResponse(sites=[wire.site_to_wire(site) for site in sites])
+
+    async def append(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        stream = AppendStream(self._engine, self._budget, self._metrics)
+        self._streams.add(stream)
+        try:
+            async for answer in stream.answers(requests):
+                yield answer
+        except TraceStoreError as error:
+            await self._refuse(context, error)
+        finally:
+            self._streams.discard(stream)
+
+    def stop_streams(self) -> None:
+        """End the append streams, which else stay open as long as their clients do."""
+        for stream in list(self._streams):
+            stream.stop()
+
+    async def seal(self, request: Any) -> Any:
+        started = time.perf_counter()
+        future = self._engine.seal(
+            request.run,
+            request.partition,
+            request.trajectory,
+            tokens=request.tokens,
+            prompt_tokens=request.prompt_tokens,
+            attempt=request.attempt,
+            allow_holes=request.allow_holes,
+        )
+        receipt = await asyncio.wrap_future(future)
+        self._metrics.seals.inc()
+        self._metrics.seal_seconds.observe(time.perf_counter() - started)
+        return service_pb2.SealResponse(receipt=wire.receipt_to_wire(receipt, self._engine.sites(request.run)))
+
+    async def read(self, request: Any, context: Any) -> AsyncIterator[bytes]:
+        started = time.perf_counter()
+        try:
+            opened = await asyncio.to_thread(self._start_read, request)
+        except TraceStoreError as error:
+            await self._refuse(context, error, request.run)
+            return
+        with opened:
+            pieces = read.frames(opened)
+            while (item := await asyncio.to_thread(next, pieces, None)) is not None:
+                message, size, rows = item
+                self._metrics.read_bytes.inc(size)
+                self._metrics.read_rows.inc(rows)
+                yield message
+        for missing in opened.missing:
+            self._metrics.missing_rows.labels(missing.reason.name.lower()).inc(missing.stop - missing.start)
+        self._metrics.read_seconds.observe(time.perf_counter() - started)
+
+    def _start_read(self, request: Any) -> Any:
+        return self._engine.read(
+            request.run,
+            request.partition,
+            [wire.span_from_wire(span) for span in request.spans],
+            list(request.sites),
+            include_open=request.include_open,
+            policy_version_min=request.policy_version_min,
+        )
+
+    async def release(self, request: Any) -> Any:
+        names = list(request.trajectories) or None
+        released = await asyncio.wrap_future(self._engine.release(request.run, request.partition, names))
+        self._metrics.releases.inc(released)
+        return service_pb2.ReleaseResponse(released=released)
+
+    async def list(self, request: Any) -> Any:
+        return await asyncio.to_thread(listing.list_entries, self._engine, request)
+
+    async def status(self, request: Any) -> Any:
+        del request
+        try:
+            usage = await asyncio.to_thread(self._engine.usage)
+        except OSError as error:
+            raise StorageFailed(f"the data disk cannot be asked, cause={error.strerror}") from error
+        return service_pb2.StatusResponse(
+            server=self._engine.server,
+            version=VERSION,
+            runs=usage.runs,
+            partitions=usage.partitions,
+            trajectories=usage.trajectories,
+            records=usage.records,
+            disk_bytes=usage.disk_bytes,
+            disk_free_bytes=usage.disk_free_bytes,
+            queued_bytes=usage.queued_bytes,
+            write_refusal=usage.write_refusal,
+        )
