@@ -242,8 +242,8 @@ def holes(attempt: Attempt | None, run: Run, tokens: int, prompt_tokens: int) ->
     found: dict[tuple[tuple[int, ...], int], list[tuple[int, int]]] = {}
     membership: dict[int, list[int]] = {}
     for number in spans_of_set:
-        for site in run.site_sets[number]:
-            membership.setdefault(site, []).append(number)
+        for member in run.site_sets[number]:
+            membership.setdefault(member, []).append(number)
     for site_number, site in enumerate(run.sites):
         first = 0 if site.kind in ("k", "v") else prompt_tokens
         key = (tuple(membership.get(site_number, ())), first)

@@ -75,10 +75,15 @@ def plan_read(
         holdings = list(found.overlapping(span.start, span.stop))
         _plan_span(number, span, holdings, sites, selections, pieces, missing)
     table = np.concatenate(pieces, axis=1) if pieces else np.zeros((7, 0), np.int64)
-    plan = ReadPlan(*table, tuple(missing))
+    plan = _plan(table, tuple(missing))
     if policy_version_min and partition is not None:
         return _drop_stale(plan, partition, spans, policy_version_min)
     return plan
+
+
+def _plan(columns: npt.NDArray[np.int64], missing: tuple[Missing, ...]) -> ReadPlan:
+    segment, row, site, skip, rows, dest_row, span = columns
+    return ReadPlan(segment, row, site, skip, rows, dest_row, span, missing)
 
 
 def _find(partition: Partition | None, trajectory: str, include_open: bool) -> Attempt | MissingReason:
@@ -155,5 +160,5 @@ def _drop_stale(plan: ReadPlan, partition: Partition, spans: Sequence[TokenSpan]
         start = span.start + int(plan.dest_row[position]) - span.dest_row
         stop = start + int(plan.rows[position])
         stale.append(Missing(int(plan.span[position]), int(plan.site[position]), start, stop, MissingReason.STALE))
-    columns = (plan.segment, plan.row, plan.site, plan.skip, plan.rows, plan.dest_row, plan.span)
-    return ReadPlan(*[column[fresh] for column in columns], plan.missing + tuple(stale))
+    columns = np.stack((plan.segment, plan.row, plan.site, plan.skip, plan.rows, plan.dest_row, plan.span))
+    return _plan(columns[:, fresh], plan.missing + tuple(stale))

@@ -120,14 +120,14 @@ class Site:
 
     @property
     def format(self) -> str:
-        """Format name of ``trace_store.codebook``: ``nvfp4``, ``mxfp4`` or ``mxfp4_block16``; empty for 32 with E4M3."""
+        """Format of ``trace_store.codebook``: ``nvfp4``, ``mxfp4`` or ``mxfp4_block16``; empty for 32 with E4M3."""
         return _FORMAT_NAMES.get((self.block, self.scale), "")
 
 
 def check_site_table(sites: object) -> tuple[Site, ...]:
     """Return the sites of a run as a tuple; the order is the order of the forward pass and fixes each site's number."""
     try:
-        table = tuple(sites)  # type: ignore[arg-type]
+        table: tuple[Any, ...] = tuple(sites)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidRequest(
             f"sites must be a sequence of Site, got={type(sites).__name__}", argument="sites"

@@ -17,7 +17,7 @@ class DeviceCopy:
         self._device = torch.device(device)
         if self._device.type != "cuda" or not torch.cuda.is_available():
             raise Unsupported(f"device must be 'cpu' or a CUDA device that torch can use, got={device!r}")
-        self._stream = torch.cuda.Stream(self._device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._staging: list[dict[Any, torch.Tensor]] = [{}, {}]
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
@@ -34,7 +34,7 @@ class DeviceCopy:
                 target: dict[Any, Any] = getattr(result, name)
                 for site, array in getattr(batch, name).items():
                     target[site] = self._copy(turn, (name, site), torch.from_numpy(array))
-            done = torch.cuda.Event()
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         self._events[turn] = done
         current = torch.cuda.current_stream(self._device)

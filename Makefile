@@ -1,0 +1,54 @@
+# Two commands on a fresh machine with Python and make: `make demo` and `make test`. Each makes what it needs first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WORKERS ?= 2
+
+.PHONY: help demo test lint typecheck proto bench torture test-gpu clean
+
+help:
+	@echo "make demo       the whole loop on a small model: rollout, store, trainer, report in demo-output/"
+	@echo "make test       lint, types and all tests (no GPU needed)"
+	@echo "make test-gpu   kernel tests, on a machine with a CUDA device"
+	@echo "make bench      data plane against its peers, one interleaved run"
+	@echo "make torture    the long runs: kills, power cuts, bit flips"
+	@echo "make proto      regenerate trace_store/v1 from proto/"
+
+# An environment is made once; it is remade when pyproject.toml changes.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "install the venv module: apt-get install python3-venv"; exit 1; }
+	@echo "== creating $(VENV) (once; downloads torch, takes minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -q --upgrade pip
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/trace-store demo
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+typecheck: $(STAMP)
+	$(BIN)/mypy
+
+test: lint typecheck
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 15
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu tests/kernels
+
+bench: $(STAMP)
+	$(BIN)/python -m tests.bench
+
+torture: $(STAMP)
+	$(BIN)/python -m pytest tests/torture
+
+proto: $(STAMP)
+	cd proto && ../$(BIN)/buf lint && ../$(BIN)/protoc -I. --python_out=.. --pyi_out=.. trace_store/v1/*.proto
+
+clean:
+	rm -rf $(VENV) demo-output .mypy_cache .ruff_cache .pytest_cache
