@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,9 +74,7 @@ def test_torch_stays_in_one_kernel_module() -> None:
 
 
 def test_core_imports_are_cheap_and_need_no_server_or_torch() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, trace_store, trace_store.codebook; print([m for m in ('torch', 'grpc', 'cupy') if m in sys.modules])"
+    loaded = "[m for m in ('torch', 'grpc', 'cupy') if m in sys.modules]"
+    code = f"import sys, trace_store, trace_store.codebook; print({loaded})"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "[]"
