@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,8 +34,12 @@ CONNECT_TIMEOUT_S = 10.0
 
 MESSAGE_OVERHEAD_BYTES = 64 << 10
 
+METADATA_BYTES_MAX = 64 << 10
+"""Trailing metadata that the client accepts: an Incomplete names up to 256 holes, gRPC's own default is 8 KiB."""
+
 _BARE: dict[grpc.StatusCode, type[TraceStoreError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.CANCELLED: Unavailable,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
     grpc.StatusCode.UNIMPLEMENTED: Unsupported,
@@ -59,11 +64,14 @@ class Channel:
         if not isinstance(target, str) or not target or (":" not in target and not target.startswith("unix:")):
             raise InvalidRequest(f"target must be host:port or unix:/path, got={target!r}", argument="target")
         self.target = target
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._process, self._closed = os.getpid(), False
+        self._metadata = (("authorization", f"Bearer {_check_token(token)}"),) if token else ()
         limit = FRAME_BYTES_MAX + MESSAGE_OVERHEAD_BYTES
         options = [
             ("grpc.max_receive_message_length", limit),
             ("grpc.max_send_message_length", limit),
+            ("grpc.max_metadata_size", METADATA_BYTES_MAX),
+            ("grpc.absolute_max_metadata_size", METADATA_BYTES_MAX),
             # A proxy from the environment would catch calls to sidecars on this host.
             ("grpc.enable_http_proxy", 0),
             # A restarted server is found within a second, not after the default backoff of up to two minutes.
@@ -94,7 +102,23 @@ class Channel:
         self._read = self._channel.unary_stream(prefix + "Read", lambda message: message.SerializeToString())
 
     def close(self) -> None:
+        self._closed = True
         self._channel.close()
+
+    def check_usable(self) -> None:
+        """Raise what gRPC would answer with a hang or a stray ValueError.
+
+        Raises:
+            InvalidRequest: the client is closed.
+            Unsupported: this process was forked after the client connected; gRPC's threads did not come along.
+        """
+        if self._closed:
+            raise InvalidRequest("the client is closed", argument="client")
+        if os.getpid() != self._process:
+            raise Unsupported(
+                "the client was connected before this process was forked; connect again in the child,"
+                f" connected_pid={self._process} pid={os.getpid()}"
+            )
 
     def wait_ready(self) -> None:
         """Wait for the connection.
@@ -107,11 +131,12 @@ class Channel:
         except grpc.FutureTimeoutError:
             raise Unavailable(
                 f"no server answers, target={self.target} waited_s={CONNECT_TIMEOUT_S:g};"
-                " check that it runs and the address (http_proxy is not used)"
+                " check that it runs, the address, and that both ends use TLS or none (http_proxy is not used)"
             ) from None
 
     def call(self, method: str, request: Any, table: Sequence[Site] = (), timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """A control call. Raises the error that the server raised."""
+        self.check_usable()
         try:
             return self._calls[method](request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=False)
         except grpc.RpcError as error:
@@ -123,6 +148,7 @@ class Channel:
 
     def read_stream(self, request: Any, timeout_s: float | None) -> Any:
         """Open a Read stream; iterating it gives frames."""
+        self.check_usable()
         return self._read(request, metadata=self._metadata, timeout=timeout_s)
 
     def table(self, run: str) -> tuple[Site, ...]:
@@ -141,7 +167,13 @@ class Channel:
             if key == wire.ERROR_METADATA_KEY:
                 return wire.error_from_wire(record_pb2.ErrorDetail.FromString(value), table)
         code, details = error.code(), error.details() or ""
-        kind = _BARE.get(code, TraceStoreError)
+        if "larger than max" in details:
+            return InvalidRequest(
+                f"a message is over FRAME_BYTES_MAX={FRAME_BYTES_MAX}, split the call: {details}", argument="message"
+            )
+        # A killed server shows as one of these two, besides UNAVAILABLE.
+        gone = "Stream removed" in details or "RST_STREAM" in details
+        kind = Unavailable if gone else _BARE.get(code, TraceStoreError)
         hint = "; the server went away or is not there, retrying is safe" if kind is Unavailable else ""
         return kind(f"call failed: {details}{hint}, status={code.name} target={self.target}")
 
@@ -151,8 +183,24 @@ def _trailing(error: Any) -> Sequence[tuple[str, bytes]]:
     return (read() if read is not None else None) or ()
 
 
-def _credentials(tls: Tls) -> grpc.ChannelCredentials:
-    def content(path: Path | None) -> bytes | None:
-        return Path(path).read_bytes() if path is not None else None
+def _check_token(token: object) -> str:
+    if not isinstance(token, str) or not token.isascii() or not token.isprintable():
+        raise InvalidRequest("token must be printable ASCII", argument="token")
+    return token
 
-    return grpc.ssl_channel_credentials(content(tls.ca), content(tls.key), content(tls.certificate))
+
+def _credentials(tls: Tls) -> grpc.ChannelCredentials:
+    if (tls.certificate is None) != (tls.key is None):
+        raise InvalidRequest("tls.certificate and tls.key go together", argument="tls")
+
+    def content(name: str, path: Path | None) -> bytes | None:
+        try:
+            return Path(path).read_bytes() if path is not None else None
+        except OSError as error:
+            raise InvalidRequest(
+                f"tls.{name} cannot be read, path={path} cause={error.strerror}", argument=f"tls.{name}"
+            ) from None
+
+    return grpc.ssl_channel_credentials(
+        content("ca", tls.ca), content("key", tls.key), content("certificate", tls.certificate)
+    )

@@ -17,6 +17,7 @@ from trace_client.channel import Channel, Tls
 from trace_client.reader import Reader
 from trace_client.writer import Writer
 from trace_store import wire
+from trace_store.errors import InvalidRequest
 from trace_store.record import Site, check_name, check_site_table
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
@@ -65,15 +66,21 @@ class Client:
 
     def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> int:
         """Forget a partition, or some of its trajectories, durably. Returns how many were there."""
-        if trajectories is not None and not trajectories:
-            return 0
+        if isinstance(trajectories, (str, bytes)):
+            raise InvalidRequest("trajectories must be a sequence of names, got one string", argument="trajectories")
+        names = None if trajectories is None else [check_name(name, "trajectories") for name in trajectories]
         request = service_pb2.ReleaseRequest(
-            run=check_name(run, "run"), partition=check_name(partition, "partition"), trajectories=trajectories or ()
+            run=check_name(run, "run"), partition=check_name(partition, "partition"), trajectories=names or ()
         )
+        if names is not None and not names:
+            return 0  # an empty list on the wire means the whole partition
         return int(self._channel.call("Release", request).released)
 
     def list(self, run: str = "", partition: str = "") -> Iterator[Listed]:
         """Runs; or the partitions of a run; or the trajectories of a partition. Sorted by name."""
+        for value, argument in ((run, "run"), (partition, "partition")):
+            if value:
+                check_name(value, argument)
         after = ""
         while True:
             request = service_pb2.ListRequest(run=run, partition=partition, after=after)

@@ -64,11 +64,11 @@ class Encoder:
         if self._seed[0] != trajectory:
             self._seed = (trajectory, trajectory_seed(self._run, self._partition, trajectory))
         tokens = records[0][1].tokens
-        row_bytes = sum(r.site.code_bytes + r.site.scale_bytes + 4 for _, r in records)
-        step = max(1, FRAME_BYTES // row_bytes)
-        for low in range(0, tokens, step):
-            high = min(low + step, tokens)
-            yield self._frame(records, trajectory, attempt, policy_version, low, high, next_sequence())
+        for part, row_bytes in _split_sites(records):
+            step = max(1, FRAME_BYTES // row_bytes)
+            for low in range(0, tokens, step):
+                high = min(low + step, tokens)
+                yield self._frame(part, trajectory, attempt, policy_version, low, high, next_sequence())
 
     def _frame(
         self,
@@ -112,3 +112,17 @@ class Encoder:
         )
         parts = [*codes, *scales, *tensors]
         return wire.append_frame(sequence, (group,), parts), sum(len(part) for part in parts)
+
+
+def _split_sites(
+    records: Sequence[tuple[int, GuidanceRecord]],
+) -> Iterator[tuple[Sequence[tuple[int, GuidanceRecord]], int]]:
+    """Runs of records whose token rows fit a frame together, and their row bytes; one run unless the table is huge."""
+    low = total = 0
+    for position, (_, record) in enumerate(records):
+        row_bytes = record.site.code_bytes + record.site.scale_bytes + 4
+        if total and total + row_bytes > FRAME_BYTES:
+            yield records[low:position], total
+            low, total = position, 0
+        total += row_bytes
+    yield records[low:], total

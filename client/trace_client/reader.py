@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import grpc
@@ -12,8 +14,8 @@ from trace_client.microbatch import REASONS, Buffers, Microbatch, MissingRows, p
 from trace_client.prefetch import Prefetch
 from trace_store import wire
 from trace_store.errors import InvalidRequest
-from trace_store.limits import SPANS_MAX
-from trace_store.record import Site, TokenSpan, check_name
+from trace_store.limits import POLICY_VERSION_MAX, SPANS_MAX
+from trace_store.record import Site, TokenSpan, check_int, check_name
 from trace_store.v1 import record_pb2
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
@@ -56,11 +58,10 @@ class Reader:
             InvalidRequest: names the argument.
             Unavailable, DeadlineExceeded: repeat the read.
         """
-        wanted = [check_span(span) for span in spans]
-        if len(wanted) > SPANS_MAX:
-            raise InvalidRequest(f"a read has at most {SPANS_MAX} spans, got={len(wanted)}", argument="spans")
-        chosen = self.sites if sites is None else tuple(sites)
-        numbers = [self._number(site) for site in chosen]
+        wanted = check_spans(spans)
+        chosen = self.sites if sites is None else self._check_sites(sites)
+        numbers = [self._numbers[site] for site in chosen]
+        check_int(policy_version_min, "policy_version_min", 0, POLICY_VERSION_MAX)
         batch = (out or Buffers()).microbatch(chosen, rows_of(wanted))
         request = service_pb2.ReadRequest(
             run=self.run,
@@ -85,24 +86,30 @@ class Reader:
         depth: int = 2,
         device: str = "cpu",
         **read_options: Any,
-    ) -> Iterator[Microbatch]:
+    ) -> Prefetch:
         """Read microbatches ahead on a thread, at most ``depth`` of them, into ``depth + 1`` reused buffers.
 
         Args:
             device: ``cpu`` gives NumPy arrays; a torch device such as ``cuda`` gives torch tensors there, copied from
                 pinned memory on a stream of their own and ready on the current stream.
 
-        A microbatch stays valid until the next one is drawn. Leaving the loop stops the thread.
+        A microbatch stays valid until the next one is drawn. Dropping the iterator, as leaving the loop does, stops the
+        thread; ``close()`` also waits for it.
         """
         return Prefetch(
             lambda spans, buffers: self.read(spans, sites, out=buffers, **read_options), microbatches, depth, device
         )
 
-    def _number(self, site: Site) -> int:
-        number = self._numbers.get(site)
-        if number is None:
-            raise InvalidRequest(f"the run has no such site, site={site}", argument="sites")
-        return number
+    def _check_sites(self, sites: object) -> tuple[Site, ...]:
+        if isinstance(sites, Site) or not isinstance(sites, Iterable):
+            raise InvalidRequest(f"sites must be a sequence of Site, got={sites!r}", argument="sites")
+        chosen = tuple(sites)
+        for site in chosen:
+            if not isinstance(site, Site) or site not in self._numbers:
+                raise InvalidRequest(f"the run has no such site, site={site}", argument="sites")
+        if len(set(chosen)) != len(chosen):
+            raise InvalidRequest("a site is named twice", argument="sites")
+        return chosen
 
     def _take(self, batch: Microbatch, spans: Sequence[TokenSpan], header: Any, payload: memoryview) -> None:
         place(batch, [self.sites[number] for number in header.sites], header.dest_rows, header.rows, payload)
@@ -115,7 +122,29 @@ class Reader:
             )
 
 
-def check_span(span: Span) -> TokenSpan:
+def check_spans(spans: object) -> list[TokenSpan]:
+    """Validated spans of one read.
+
+    Raises:
+        InvalidRequest: a span is malformed, there are too many, or two want the same destination row.
+    """
+    if isinstance(spans, (str, bytes)) or not isinstance(spans, Iterable):
+        raise InvalidRequest(f"spans must be a sequence of spans, got={spans!r}", argument="spans")
+    wanted = [check_span(span) for span in spans]
+    if len(wanted) > SPANS_MAX:
+        raise InvalidRequest(f"a read has at most {SPANS_MAX} spans, got={len(wanted)}", argument="spans")
+    by_row = sorted(wanted, key=attrgetter("dest_row"))
+    for span, following in pairwise(by_row):
+        if span.dest_row + span.tokens > following.dest_row:
+            raise InvalidRequest(
+                f"two spans land on the same row, row={following.dest_row} trajectories={span.trajectory!r},"
+                f"{following.trajectory!r}",
+                argument="span.dest_row",
+            )
+    return wanted
+
+
+def check_span(span: Any) -> TokenSpan:
     """A validated span. Raises InvalidRequest."""
     if isinstance(span, TokenSpan):
         return span

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ import grpc
 from trace_client.channel import Channel
 from trace_client.encode import Encoder, build_records
 from trace_store import wire
-from trace_store.errors import TraceStoreError, Unavailable
+from trace_store.errors import DeadlineExceeded, TraceStoreError, Unavailable
 from trace_store.limits import TOKENS_MAX
 from trace_store.record import (
     Receipt,
@@ -31,7 +32,7 @@ from trace_store.record import (
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 ANSWER_TIMEOUT_S = 60.0
-"""Longest wait for credit or for the answers of a flush, before DeadlineExceeded would be of no more use to anyone."""
+"""Longest wait for credit, or for the answers of a flush; then DeadlineExceeded."""
 
 
 class Writer:
@@ -51,6 +52,7 @@ class Writer:
         self._encoder = Encoder(self.run, self.partition)
         self._lock = threading.Lock()
         self._stream: _Stream | None = None
+        self._errors: dict[str, TraceStoreError] = {}
 
     def append(
         self,
@@ -72,23 +74,24 @@ class Writer:
         Raises:
             InvalidRequest: nothing was sent; names the argument.
             Conflict, StaleAttempt, Sealed: an earlier append to this trajectory was refused.
-            Unavailable: the server went away; repeat the append, known rows count as duplicates.
+            Unavailable: the server went away; repeat what was appended since the last flush, known rows count as
+                duplicates. Said once; the next call connects again.
         """
+        self._channel.check_usable()
+        check_attempt(attempt, policy_version)
         built = build_records(self.sites, trajectory, start, records)
-        with self._lock:
-            stream = self._open()
-            stream.raise_error(trajectory)
+        with self._lock, self._stream_in_use() as stream:
+            self._raise_error(trajectory)
             for message, size in self._encoder.frames(built, trajectory, attempt, policy_version, stream.number):
                 stream.send(message, size, trajectory)
                 self.sent_bytes += size
 
     def flush(self) -> None:
         """Wait until everything appended has the writer's durability. Raises the first error that was found."""
+        self._channel.check_usable()
         with self._lock:
-            if self._stream is not None:
-                self._stream.drain()
-                self._count()
-                self._stream.raise_error(None)
+            self._drain()
+            self._raise_error(None)
 
     def seal(
         self, trajectory: str, *, tokens: int, prompt_tokens: int, attempt: int = 0, allow_holes: bool = False
@@ -102,16 +105,16 @@ class Writer:
         Raises:
             Incomplete: rows are missing; ``holes`` names them. Append them, or pass ``allow_holes``.
             Conflict: an append was refused, or the attempt is sealed with other counts.
+            Unavailable: as for append.
         """
+        self._channel.check_usable()
         check_name(trajectory, "trajectory")
         check_attempt(attempt)
         check_int(tokens, "tokens", 1, TOKENS_MAX)
         check_int(prompt_tokens, "prompt_tokens", 0, tokens)
         with self._lock:
-            if self._stream is not None:
-                self._stream.drain()
-                self._count()
-                self._stream.raise_error(trajectory)
+            self._drain()
+            self._raise_error(trajectory)
         request = service_pb2.SealRequest(
             run=self.run,
             partition=self.partition,
@@ -126,13 +129,14 @@ class Writer:
     def close(self) -> None:
         """Flush and end the stream."""
         with self._lock:
-            stream, self._stream = self._stream, None
-        if stream is not None:
+            stream = self._stream
             try:
-                stream.drain()
-                stream.raise_error(None)
+                self._drain()
+                self._raise_error(None)
             finally:
-                stream.end()
+                self._stream = None
+                if stream is not None:
+                    stream.end()
 
     def __enter__(self) -> Writer:
         return self
@@ -145,31 +149,61 @@ class Writer:
         elif self._stream is not None:
             self._stream.end()
 
-    def _open(self) -> _Stream:
+    @contextmanager
+    def _stream_in_use(self) -> Iterator[_Stream]:
+        """The stream, opened when there is none. One that broke is dropped: its error is raised once, and not at all if
+        every frame had its answer, as after a restart of the server between two appends."""
         if self._stream is not None and self._stream.broken is not None:
-            broken, self._stream = self._stream.broken, None
-            raise broken
+            self._drain()
         if self._stream is None:
-            self._stream = _Stream(self._channel, self.run, self.partition, self.durability, self.sites)
-        return self._stream
+            self._stream = _Stream(self._channel, self.run, self.partition, self.durability, self.sites, self._errors)
+        stream = self._stream
+        try:
+            yield stream
+        except TraceStoreError:
+            if stream.broken is not None:
+                self._stream = None
+            raise
 
-    def _count(self) -> None:
-        assert self._stream is not None
-        self.stored += self._stream.take_count("stored")
-        self.duplicates += self._stream.take_count("duplicates")
+    def _drain(self) -> None:
+        """Wait for all answers and count them. Raises when the stream broke before they were there."""
+        stream = self._stream
+        if stream is None:
+            return
+        try:
+            stream.drain()
+        finally:
+            self.stored += stream.take_count("stored")
+            self.duplicates += stream.take_count("duplicates")
+            if stream.broken is not None:
+                self._stream = None
+
+    def _raise_error(self, trajectory: str | None) -> None:
+        """Raise what the server found wrong with a trajectory's frames (None: any), once."""
+        key = trajectory if trajectory is not None else next(iter(self._errors), None)
+        error = self._errors.pop(key, None) if key is not None else None
+        if error is not None:
+            raise error
 
 
 class _Stream:
-    """One Append call: credit, answers in order, errors by trajectory."""
+    """One Append call: credit, answers in order. ``errors`` collects the first error of each trajectory."""
 
-    def __init__(self, channel: Channel, run: str, partition: str, durability: str, table: tuple[Site, ...]) -> None:
-        self._channel, self._table = channel, table
+    def __init__(
+        self,
+        channel: Channel,
+        run: str,
+        partition: str,
+        durability: str,
+        table: tuple[Site, ...],
+        errors: dict[str, TraceStoreError],
+    ) -> None:
+        self._channel, self._table, self._errors = channel, table, errors
         self.broken: TraceStoreError | None = None
         self._changed = threading.Condition()
         self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._unanswered: dict[int, tuple[int, str]] = {}
         self._unanswered_bytes = 0
-        self._errors: dict[str, TraceStoreError] = {}
         self._counts = {"stored": 0, "duplicates": 0}
         self._sequence = 0
         self._credit: int | None = None
@@ -195,15 +229,8 @@ class _Stream:
     def drain(self) -> None:
         """Wait until every frame is answered."""
         with self._changed:
-            self._wait(lambda: not self._unanswered)
-
-    def raise_error(self, trajectory: str | None) -> None:
-        """Raise what the server found wrong with a trajectory's frames (None: any), once."""
-        with self._changed:
-            key = trajectory if trajectory is not None else next(iter(self._errors), None)
-            error = self._errors.pop(key, None) if key is not None else None
-        if error is not None:
-            raise error
+            if self._unanswered:
+                self._wait(lambda: not self._unanswered)
 
     def take_count(self, name: str) -> int:
         with self._changed:
@@ -222,7 +249,7 @@ class _Stream:
     def _wait(self, condition: Any) -> None:
         """Wait on ``_changed`` (held) for ``condition``; raise when the stream broke or nothing moves for too long."""
         if not self._changed.wait_for(lambda: self.broken is not None or condition(), ANSWER_TIMEOUT_S):
-            self.broken = Unavailable(
+            self.broken = DeadlineExceeded(
                 f"no answer from the server within {ANSWER_TIMEOUT_S:g} s, unanswered={len(self._unanswered)}"
             )
             self._call.cancel()
@@ -236,6 +263,8 @@ class _Stream:
             self._break(Unavailable("the server ended the append stream; repeat what was not flushed"))
         except grpc.RpcError as error:
             self._break(self._channel.error(error, self._table))
+        except Exception as error:  # an answer that makes no sense must not leave the writer waiting
+            self._break(TraceStoreError(f"the append stream failed, cause={error!r}"))
 
     def _take_answer(self, answer: Any) -> None:
         with self._changed:
