@@ -11,7 +11,6 @@ engine.close()
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import socket
@@ -74,7 +73,7 @@ class Read:
 
     def close(self) -> None:
         for segment in self._segments.values():
-            os.close(segment.descriptor)
+            segment.source.close()
         self._segments = {}
 
     def __enter__(self) -> Read:
@@ -251,6 +250,6 @@ class Engine:
                 leased[number] = self._volume.lease(partition, number)
         except StorageFailed:
             for segment in leased.values():
-                os.close(segment.descriptor)
+                segment.source.close()
             raise
         return leased

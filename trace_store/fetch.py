@@ -6,9 +6,9 @@ or a failing read costs the rows of that record alone; they are reported as miss
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,10 @@ from trace_store.errors import DataLoss, StorageFailed
 from trace_store.planner import MissingReason, ReadPlan
 from trace_store.record import Site
 from trace_store.segment.index import SegmentIndex
-from trace_store.segment.reader import read_exactly
 from trace_store.segment.scan import verify_row
 from trace_store.segment.schema import SegmentHeader
+from trace_store.storage.base import Range, SegmentGone, Source
+from trace_store.storage.prefetch import Prefetched
 
 RUN_BYTES_MAX = 4 << 20
 """Longest single read of one column."""
@@ -27,12 +28,15 @@ RUN_BYTES_MAX = 4 << 20
 GAP_BYTES_MAX = 64 << 10
 """A hole up to this size is read over rather than seeked over."""
 
+ROUND_TRIP_BYTES = 32 << 20
+"""Payload asked of an object store at once; what one remote read holds in memory."""
+
 
 @dataclass(frozen=True)
 class OpenSegment:
     """A segment that stays readable while the lease lasts, even when it is sealed, moved or released meanwhile."""
 
-    descriptor: int
+    source: Source
     name: str
     header: SegmentHeader
     index: SegmentIndex
@@ -69,7 +73,13 @@ def fetch(plan: ReadPlan, segments: Mapping[int, OpenSegment]) -> Iterator[Slice
         segment = segments[int(number)]
         rows = segment.index.rows[plan.row[positions]]
         order = np.argsort(rows["codes_offset"], kind="stable")
-        yield from _fetch_segment(plan, segment, positions[order], rows[order])
+        positions, rows = positions[order], rows[order]
+        if not segment.source.shape.remote:
+            yield from _fetch_segment(plan, segment, positions, rows)
+            continue
+        for low, high in _round_trips(rows):
+            source = Prefetched(segment.source, _ranges(rows[low:high]))
+            yield from _fetch_segment(plan, replace(segment, source=source), positions[low:high], rows[low:high])
 
 
 def read_record(segment: OpenSegment, row: int) -> tuple[memoryview, memoryview, memoryview]:
@@ -97,6 +107,9 @@ def _fetch_segment(
             codes, scales, tensor = _verified(segment, row, tuple(parts))
         except DataLoss:
             yield Undelivered(position, MissingReason.DATA_LOSS)
+            continue
+        except SegmentGone:
+            yield Undelivered(position, MissingReason.RELEASED)
             continue
         except StorageFailed:
             yield Undelivered(position, MissingReason.STORAGE_FAILED)
@@ -146,7 +159,7 @@ def _read_column(segment: OpenSegment, rows: npt.NDArray[np.void], prefix: str) 
         run = memoryview(bytearray(int(ends[low:high].max()) - start))
         places = list(zip(offsets[low:high].tolist(), ends[low:high].tolist(), strict=True))
         try:
-            read_exactly(segment.descriptor, run, start, segment.name)
+            segment.source.read_into(run, start)
         except StorageFailed:
             # A bad sector must cost its own record only: each one gets a read of its own.
             yield from (_read_one(segment, first, end) for first, end in places)
@@ -157,10 +170,27 @@ def _read_column(segment: OpenSegment, rows: npt.NDArray[np.void], prefix: str) 
 def _read_one(segment: OpenSegment, first: int, end: int) -> memoryview | StorageFailed:
     part = memoryview(bytearray(end - first))
     try:
-        read_exactly(segment.descriptor, part, first, segment.name)
+        segment.source.read_into(part, first)
     except StorageFailed as error:
         return error
     return part
+
+
+def _ranges(rows: npt.NDArray[np.void]) -> list[Range]:
+    """Byte ranges of all columns of some rows, for one round trip."""
+    ranges: list[Range] = []
+    for prefix in _PREFIXES:
+        offsets = rows[f"{prefix}_offset"].astype(np.int64)
+        ranges.extend(zip(offsets.tolist(), (offsets + rows[f"{prefix}_bytes"]).tolist(), strict=True))
+    return ranges
+
+
+def _round_trips(rows: npt.NDArray[np.void]) -> Iterator[Range]:
+    """Half-open row ranges of about ROUND_TRIP_BYTES each."""
+    sizes = sum(rows[f"{prefix}_bytes"].astype(np.int64) for prefix in _PREFIXES)
+    trips = np.cumsum(sizes) // ROUND_TRIP_BYTES
+    borders = [0, *(np.flatnonzero(np.diff(trips)) + 1).tolist(), len(rows)]
+    yield from pairwise(borders)
 
 
 def _runs(offsets: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
@@ -175,15 +205,3 @@ def _runs(offsets: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> Iterat
         ):
             yield low, row
             low = row
-
-
-def open_descriptor(path: str | os.PathLike[str], name: str) -> int:
-    """Open a segment for reading.
-
-    Raises:
-        StorageFailed: gone, or too many files are open.
-    """
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StorageFailed(f"a segment cannot be opened, segment={name} cause={error.strerror}") from error

@@ -22,7 +22,7 @@ from pathlib import Path
 from trace_store.catalog import Partition, Run, Segment
 from trace_store.checksum import RowKind
 from trace_store.errors import FormatError, NotFound, SchemaMismatch, StorageFailed
-from trace_store.fetch import OpenSegment, open_descriptor, read_record
+from trace_store.fetch import OpenSegment, read_record
 from trace_store.naming import RELEASED_PREFIX, directory_name, segment_name
 from trace_store.record import Site
 from trace_store.recovery import recover_directory, set_aside
@@ -30,6 +30,7 @@ from trace_store.segment.index import SegmentIndex
 from trace_store.segment.reader import open_sealed
 from trace_store.segment.schema import OPEN_SUFFIX, SEALED_SUFFIX, SegmentHeader
 from trace_store.segment.writer import SegmentWriter, storage_error, sync_directory
+from trace_store.storage.local import LocalSource
 
 log = logging.getLogger("trace_store.volume")
 
@@ -140,14 +141,15 @@ class Volume:
         writer.path.unlink(missing_ok=True)
 
     def lease(self, partition: Partition, number: int) -> OpenSegment:
-        """A segment opened for reading; the caller closes its descriptor. Wants the lock held.
+        """A segment opened for reading; the caller closes it. Wants the lock held.
 
         Raises:
             StorageFailed: it cannot be opened.
         """
         segment = partition.segments[number]
         header = SegmentHeader(partition.run.name, partition.name, partition.run.sites, self.server, 0)
-        return OpenSegment(open_descriptor(segment.path, segment.path.name), segment.path.name, header, segment.index)
+        name = segment.path.name
+        return OpenSegment(LocalSource(segment.path, name), name, header, segment.index)
 
     def read_record(self, partition: Partition, number: int, row: int) -> tuple[memoryview, memoryview, memoryview]:
         """Codes, scales and tensor scales of one stored record, verified."""
@@ -156,7 +158,7 @@ class Volume:
         try:
             return read_record(segment, row)
         finally:
-            os.close(segment.descriptor)
+            segment.source.close()
 
     # -- release
 

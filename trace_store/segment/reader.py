@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from trace_store.checksum import RowKind
-from trace_store.errors import DataLoss, FormatError, StorageFailed
+from trace_store.errors import DataLoss, FormatError
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.scan import verify_row
 from trace_store.segment.schema import SegmentHeader, read_header
@@ -57,23 +57,6 @@ def _read_index(header: SegmentHeader, batch: pa.RecordBatch, name: str) -> Segm
 
 
 _INDEX_KEYS = ("attempt", "policy_version", "site", "start", "stop", "checksum")
-
-
-def read_exactly(descriptor: int, buffer: memoryview, offset: int, name: str) -> None:
-    """Fill ``buffer`` from ``offset``.
-
-    Raises:
-        StorageFailed: the disk failed, or the file ends too early.
-    """
-    done = 0
-    while done < buffer.nbytes:
-        try:
-            count = os.preadv(descriptor, [buffer[done:]], offset + done)
-        except OSError as error:
-            raise StorageFailed(f"a segment cannot be read, segment={name} cause={error.strerror}") from error
-        if count == 0:
-            raise StorageFailed(f"a segment ends too early, segment={name} offset={offset + done}")
-        done += count
 
 
 def record_rows(index: SegmentIndex) -> npt.NDArray[np.intp]:
