@@ -7,6 +7,8 @@ Stop order: health says NOT_SERVING, calls in flight finish within GRACE_S, the 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import contextlib
 import hmac
 import logging
 import os
@@ -21,8 +23,8 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
+from trace_server.http import HttpServer
 from trace_server.metrics import Metrics
 from trace_server.service import TraceStoreService
 from trace_server.status import abort
@@ -33,7 +35,12 @@ from trace_store.wire import SERVICE
 
 log = logging.getLogger("trace_server")
 
-GRACE_S = 10.0
+GRACE_S = 5.0
+"""Container engines kill ten seconds after SIGTERM; the other half is for the disk."""
+
+HEALTH_TIMEOUT_S = 2.0
+"""An event loop that does not answer within this is called hung."""
+
 UNIX_PATH_BYTES_MAX = 100
 """sun_path holds 108 bytes; gRPC and Linux need a few of them."""
 
@@ -90,7 +97,10 @@ class Server:
         self._grpc: Any = None
         self._health: Any = None
         self._service: Any = None
-        self._metrics_server: Any = None
+        self._http: HttpServer | None = None
+        self._socket_id: tuple[int, int] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._serving = False
         self.port = 0
         self.metrics_port = 0
 
@@ -120,37 +130,67 @@ class Server:
         self.port = self._bind()
         await self._grpc.start()
         if self._listen.metrics_address:
-            host, _, port = self._listen.metrics_address.rpartition(":")
-            self._metrics_server, _ = start_http_server(int(port), host or "127.0.0.1", metrics.registry)
-            self.metrics_port = self._metrics_server.server_port
+            self._http = HttpServer(self._listen.metrics_address, metrics.registry, self._health_reason)
+            self.metrics_port = self._http.port
         for name in ("", SERVICE):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._serving = True
 
     async def stop(self) -> None:
         """Refuse new calls, let running ones finish, make everything accepted durable."""
+        if self._service is None:
+            return
+        self._serving = False
         await self._health.enter_graceful_shutdown()
         self._service.stop_streams()
         await self._grpc.stop(GRACE_S)
+        self._unlink_socket()
         await asyncio.to_thread(self._engine.close)
-        if self._metrics_server is not None:
-            self._metrics_server.shutdown()
-        if self._listen.address.startswith("unix:"):
-            Path(self._listen.address[5:]).unlink(missing_ok=True)
+        if self._http is not None:
+            await asyncio.to_thread(self._http.close)
+
+    def _health_reason(self) -> str:
+        """Why the server does not serve, or an empty string. Called on a thread of the HTTP server."""
+        asked = asyncio.run_coroutine_threadsafe(self._state(), self._loop)
+        try:
+            return asked.result(HEALTH_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            return f"the event loop did not answer within {HEALTH_TIMEOUT_S:g} s"
+
+    async def _state(self) -> str:
+        return "" if self._serving else "starting or stopping"
 
     def _bind(self) -> int:
         address = self._listen.address
-        if address.startswith("unix:"):
-            prepare_unix_path(Path(address[5:]))
+        path = Path(address[5:]) if address.startswith("unix:") else None
+        if path is not None:
+            prepare_unix_path(path)
         credentials = self._credentials()
         previous_umask = os.umask(0o077)
         try:
             if credentials is not None:
-                return int(self._grpc.add_secure_port(address, credentials))
-            return int(self._grpc.add_insecure_port(address))
+                port = self._grpc.add_secure_port(address, credentials)
+            else:
+                port = self._grpc.add_insecure_port(address)
         except RuntimeError as error:
-            raise StorageFailed(f"cannot listen, address={address} cause={error}; is another server on it?") from error
+            raise StorageFailed(
+                f"cannot listen, address={address} cause={error}; is another server on it, or a TLS file no PEM?"
+            ) from error
         finally:
             os.umask(previous_umask)
+        if path is not None:
+            found = path.stat()
+            self._socket_id = (found.st_dev, found.st_ino)
+            return 0
+        return int(port)
+
+    def _unlink_socket(self) -> None:
+        """Remove our socket, unless another server has put its own in the place."""
+        path = Path(self._listen.address[5:])
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            if (found.st_dev, found.st_ino) == self._socket_id:
+                path.unlink()
 
     def _credentials(self) -> Any:
         listen = self._listen
@@ -180,9 +220,11 @@ def prepare_unix_path(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
-        except OSError:
+        except ConnectionRefusedError:
             path.unlink()
             return
+        except OSError as error:
+            raise StorageFailed(f"the socket cannot be tried, path={path} cause={error.strerror}") from error
     raise StorageFailed(f"another server listens on the socket, path={path}")
 
 
@@ -193,9 +235,11 @@ async def serve(engine: Engine, listen: Listen, ready: Callable[[Server], None])
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    await server.start()
-    ready(server)
-    await stopping.wait()
-    log.info("stopping: finishing calls and syncing")
-    await server.stop()
+    try:
+        await server.start()
+        ready(server)
+        await stopping.wait()
+        log.info("stopping: finishing calls and syncing")
+    finally:
+        await server.stop()
     log.info("stopped")

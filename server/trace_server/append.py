@@ -7,11 +7,13 @@ At most MESSAGES_UNANSWERED_MAX frames wait for their answer, and their bytes co
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from trace_server.flow import CREDIT_BYTES, ByteBudget
+from trace_server.futures import wait_for
 from trace_server.metrics import Metrics
 from trace_store import wire
 from trace_store.commands import AppendResult
@@ -20,13 +22,15 @@ from trace_store.errors import InvalidRequest, TraceStoreError, Unavailable
 from trace_store.record import Site, check_name
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
+log = logging.getLogger("trace_server.append")
+
 MESSAGES_UNANSWERED_MAX = 256
 
 _Pending = tuple[int, float, "asyncio.Future[AppendResult] | TraceStoreError"]
 
 
 class AppendStream:
-    """One open stream. ``run()`` yields the encoded answers."""
+    """One open stream. ``answers`` yields the encoded answers."""
 
     def __init__(self, engine: Engine, budget: ByteBudget, metrics: Metrics) -> None:
         self._engine, self._budget, self._metrics = engine, budget, metrics
@@ -35,7 +39,7 @@ class AppendStream:
         self._run = self._partition = self._durability = ""
         self._table: tuple[Site, ...] = ()
 
-    async def answers(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def answers(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
         """Answers in the order of the requests; raises TraceStoreError when the stream cannot go on."""
         first = await anext(aiter(requests), None)
         if first is None:
@@ -59,7 +63,8 @@ class AppendStream:
         header, payload = wire.parse_append(message)
         if not header.HasField("open") or header.groups or payload.nbytes:
             raise InvalidRequest("the first message of an append stream opens it and holds no records", argument="open")
-        self._run, self._partition = header.open.run, check_name(header.open.partition, "partition")
+        self._run = check_name(header.open.run, "run")
+        self._partition = check_name(header.open.partition, "partition")
         self._durability = wire.durability_from_wire(header.open.durability)
         self._table = self._engine.sites(self._run)
 
@@ -74,6 +79,9 @@ class AppendStream:
             await self._pending.put(error)
         except asyncio.CancelledError:
             await self._pending.put(Unavailable("the server is stopping; repeat what was not answered"))
+        except Exception as error:  # without an end the client would wait for ever
+            log.exception("append stream failed")
+            await self._pending.put(TraceStoreError(f"the append stream failed, cause={error!r}"))
 
     def stop(self) -> None:
         """Take no more messages; what was taken is still answered, then the stream ends with Unavailable."""
@@ -82,7 +90,10 @@ class AppendStream:
 
     async def _accept(self, message: bytes, expected: int) -> _Pending:
         arrived = time.perf_counter()
-        header, payload = wire.parse_append(message)
+        try:
+            header, payload = wire.parse_append(message)
+        except TraceStoreError as error:
+            return expected, arrived, error
         if header.sequence != expected or header.HasField("open"):
             raise InvalidRequest(
                 f"append messages are numbered from 1 on, sequence={header.sequence} expected={expected}",
@@ -102,7 +113,7 @@ class AppendStream:
             self._budget.give_back(size)
             return expected, arrived, error
         self._metrics.append_bytes.inc(size)
-        return expected, arrived, asyncio.wrap_future(future)
+        return expected, arrived, wait_for(future)
 
     async def _answer(
         self, sequence: int, arrived: float, outcome: asyncio.Future[AppendResult] | TraceStoreError

@@ -3,7 +3,7 @@ series does not depend on runs, trajectories or clients."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -51,6 +51,7 @@ class Metrics:
         )
         self.streams = Gauge("trace_store_append_streams", "Append streams open now", registry=registry)
         registry.register(_EngineCollector(engine))
+        ProcessCollector(registry=registry)
         for outcome in ("stored", "duplicate"):
             self.append_records.labels(outcome)
         for reason in MissingReason:
@@ -62,6 +63,11 @@ class Metrics:
                 self.errors.labels(name)
 
 
+USAGE_FAILED_TEXT = (
+    "1 while the data disk cannot be asked how full it is; the other gauges of the engine are then absent"
+)
+
+
 class _EngineCollector(Collector):
     """Gauges that are read off the engine at scrape time."""
 
@@ -69,7 +75,11 @@ class _EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> list[Metric]:
-        usage = self._engine.usage()
+        try:
+            usage = self._engine.usage()
+        except OSError:
+            # The disk cannot even be asked for its free space. The other instruments are more needed than ever.
+            return [_gauge("usage_failed", USAGE_FAILED_TEXT, 1)]
         gauges = (
             ("runs", "Runs in the catalog", usage.runs),
             ("partitions", "Partitions in the catalog", usage.partitions),
@@ -80,4 +90,8 @@ class _EngineCollector(Collector):
             ("queue_bytes", "Payload accepted and not yet written", usage.queued_bytes),
             ("writes_refused", "1 while writes are refused because of the disk", int(bool(usage.write_refusal))),
         )
-        return [GaugeMetricFamily(f"trace_store_{name}", text, value=value) for name, text, value in gauges]
+        return [_gauge("usage_failed", USAGE_FAILED_TEXT, 0), *(_gauge(*gauge) for gauge in gauges)]
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"trace_store_{name}", text, value=value)

@@ -14,13 +14,18 @@ from pathlib import Path
 import uvloop
 
 from trace_server.app import Listen, Server, serve
+from trace_server.http import DEFAULT_METRICS, split_address
 from trace_store.engine import Engine
-from trace_store.errors import TraceStoreError
+from trace_store.errors import InvalidRequest, TraceStoreError
 
 HELP = "run a storage server"
 
 DEFAULT_LISTEN = "127.0.0.1:7077"
-DEFAULT_METRICS = "127.0.0.1:9464"
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+WILDCARDS = ("", "0.0.0.0", "::")
+"""Hosts that mean every interface."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,10 +38,18 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--data", default=environment("DATA"), help="data directory (TRACE_STORE_DATA)")
     result.add_argument("--listen", default=environment("LISTEN", DEFAULT_LISTEN), help="host:port or unix:/path")
     result.add_argument(
-        "--metrics", default=environment("METRICS", DEFAULT_METRICS), help="host:port of /metrics, '' for none"
+        "--metrics",
+        default=environment("METRICS", DEFAULT_METRICS),
+        help="host:port of /metrics and /health, '' for none",
     )
     result.add_argument("--name", default=environment("NAME", ""), help="server name in receipts (default: host name)")
     result.add_argument("--token-file", default=environment("TOKEN_FILE"), help="file with the token clients must send")
+    result.add_argument(
+        "--allow-anonymous",
+        action="store_true",
+        default=environment("ALLOW_ANONYMOUS", "") not in ("", "0", "false", "no"),
+        help="listen on all interfaces without a token or client certificates",
+    )
     result.add_argument("--tls-certificate", default=environment("TLS_CERTIFICATE"), help="PEM certificate chain")
     result.add_argument("--tls-key", default=environment("TLS_KEY"), help="PEM private key")
     result.add_argument(
@@ -45,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--ready-file", default=environment("READY_FILE"), help="file that gets the address once serving"
     )
-    result.add_argument("--log-level", default=environment("LOG_LEVEL", "info"), help="debug, info, warning or error")
+    result.add_argument("--log-level", default=environment("LOG_LEVEL", "info"), help=f"one of {', '.join(LOG_LEVELS)}")
     return result
 
 
@@ -56,6 +69,10 @@ def command(argv: list[str]) -> int:
         parser().error("--data DIRECTORY (or TRACE_STORE_DATA) is required")
     if bool(arguments.tls_certificate) != bool(arguments.tls_key):
         parser().error("--tls-certificate and --tls-key go together")
+    if arguments.tls_client_ca and not arguments.tls_certificate:
+        parser().error("--tls-client-ca needs --tls-certificate and --tls-key")
+    if arguments.log_level not in LOG_LEVELS:
+        parser().error(f"--log-level must be one of {', '.join(LOG_LEVELS)}")
     logging.basicConfig(
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
@@ -73,17 +90,36 @@ def command(argv: list[str]) -> int:
 
 
 def _listen(arguments: argparse.Namespace) -> Listen:
+    token = _token(arguments.token_file)
+    if not arguments.listen.startswith("unix:"):
+        host, _ = split_address(arguments.listen, "listen")
+        if host in WILDCARDS and not (token or arguments.tls_client_ca or arguments.allow_anonymous):
+            raise InvalidRequest(
+                "all interfaces without authentication: give --token-file or --tls-client-ca, listen on one address,"
+                f" or say --allow-anonymous, listen={arguments.listen}",
+                argument="listen",
+            )
+
     def path(value: str | None) -> Path | None:
         return Path(value) if value else None
 
     return Listen(
         address=arguments.listen,
         metrics_address=arguments.metrics,
-        token=Path(arguments.token_file).read_text().strip() if arguments.token_file else "",
+        token=token,
         tls_certificate=path(arguments.tls_certificate),
         tls_key=path(arguments.tls_key),
         tls_client_ca=path(arguments.tls_client_ca),
     )
+
+
+def _token(path: str | None) -> str:
+    if not path:
+        return ""
+    token = Path(path).read_text().strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise InvalidRequest(f"the token file must hold one line of printable ASCII, path={path}", argument="token")
+    return token
 
 
 def _announce(server: Server, listen: Listen, ready_file: str | None) -> None:

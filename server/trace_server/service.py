@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from trace_server import listing, read
 from trace_server.append import AppendStream
 from trace_server.flow import ByteBudget
+from trace_server.futures import wait_for
 from trace_server.metrics import Metrics
 from trace_server.status import abort
 from trace_store import wire
 from trace_store.engine import Engine
-from trace_store.errors import StorageFailed, TraceStoreError
+from trace_store.errors import InvalidRequest, StorageFailed, TraceStoreError
 from trace_store.record import check_name
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 from trace_store.version import VERSION
@@ -42,20 +45,23 @@ class TraceStoreService:
         }
         handlers = {
             name: grpc.unary_unary_rpc_method_handler(
-                self._typed(method), request.FromString, lambda response: response.SerializeToString()
+                self._typed(method, request), None, lambda response: response.SerializeToString()
             )
             for name, (method, request) in unary.items()
         }
         handlers["Append"] = grpc.stream_stream_rpc_method_handler(self.append)
-        handlers["Read"] = grpc.unary_stream_rpc_method_handler(self.read, service_pb2.ReadRequest.FromString)
+        handlers["Read"] = grpc.unary_stream_rpc_method_handler(self.read)
         return grpc.method_handlers_generic_handler(wire.SERVICE, handlers)
 
-    def _typed(self, method: Callable[[Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
-        async def call(request: Any, context: Any) -> Any:
+    def _typed(self, method: Callable[[Any], Awaitable[Any]], kind: Any) -> Callable[[bytes, Any], Awaitable[Any]]:
+        async def call(message: bytes, context: Any) -> Any:
+            run = ""
             try:
+                request = _parse(kind, message)
+                run = getattr(request, "run", "")
                 return await method(request)
             except TraceStoreError as error:
-                await self._refuse(context, error, getattr(request, "run", ""))
+                await self._refuse(context, error, run)
 
         return call
 
@@ -80,8 +86,9 @@ class TraceStoreService:
         stream = AppendStream(self._engine, self._budget, self._metrics)
         self._streams.add(stream)
         try:
-            async for answer in stream.answers(requests):
-                yield answer
+            async with aclosing(stream.answers(requests)) as answers:
+                async for answer in answers:
+                    yield answer
         except TraceStoreError as error:
             await self._refuse(context, error)
         finally:
@@ -95,7 +102,7 @@ class TraceStoreService:
     async def seal(self, request: Any) -> Any:
         started = time.perf_counter()
         future = self._engine.seal(
-            request.run,
+            check_name(request.run, "run"),
             request.partition,
             request.trajectory,
             tokens=request.tokens,
@@ -103,32 +110,35 @@ class TraceStoreService:
             attempt=request.attempt,
             allow_holes=request.allow_holes,
         )
-        receipt = await asyncio.wrap_future(future)
+        receipt = await wait_for(future)
         self._metrics.seals.inc()
         self._metrics.seal_seconds.observe(time.perf_counter() - started)
         return service_pb2.SealResponse(receipt=wire.receipt_to_wire(receipt, self._engine.sites(request.run)))
 
-    async def read(self, request: Any, context: Any) -> AsyncIterator[bytes]:
+    async def read(self, message: bytes, context: Any) -> AsyncIterator[bytes]:
         started = time.perf_counter()
+        run = ""
         try:
+            request = _parse(service_pb2.ReadRequest, message)
+            run = request.run
             opened = await asyncio.to_thread(self._start_read, request)
         except TraceStoreError as error:
-            await self._refuse(context, error, request.run)
+            await self._refuse(context, error, run)
             return
         with opened:
             pieces = read.frames(opened)
             while (item := await asyncio.to_thread(next, pieces, None)) is not None:
-                message, size, rows = item
+                encoded, size, rows = item
                 self._metrics.read_bytes.inc(size)
                 self._metrics.read_rows.inc(rows)
-                yield message
+                yield encoded
         for missing in opened.missing:
             self._metrics.missing_rows.labels(missing.reason.name.lower()).inc(missing.stop - missing.start)
         self._metrics.read_seconds.observe(time.perf_counter() - started)
 
     def _start_read(self, request: Any) -> Any:
         return self._engine.read(
-            request.run,
+            check_name(request.run, "run"),
             request.partition,
             [wire.span_from_wire(span) for span in request.spans],
             list(request.sites),
@@ -138,7 +148,7 @@ class TraceStoreService:
 
     async def release(self, request: Any) -> Any:
         names = list(request.trajectories) or None
-        released = await asyncio.wrap_future(self._engine.release(request.run, request.partition, names))
+        released = await wait_for(self._engine.release(check_name(request.run, "run"), request.partition, names))
         self._metrics.releases.inc(released)
         return service_pb2.ReleaseResponse(released=released)
 
@@ -163,3 +173,10 @@ class TraceStoreService:
             queued_bytes=usage.queued_bytes,
             write_refusal=usage.write_refusal,
         )
+
+
+def _parse(kind: Any, message: bytes) -> Any:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise InvalidRequest(f"malformed request, cause={error}", argument="message") from None

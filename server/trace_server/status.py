@@ -31,9 +31,15 @@ STATUS: dict[type[errors.TraceStoreError], grpc.StatusCode] = {
 }
 
 
+HOLES_MAX = 256
+"""Holes of an Incomplete that travel: 12 bytes each, so that the metadata stays below the 8 KiB that gRPC accepts by
+default. The message says how many there are."""
+
+
 async def abort(
     context: grpc.aio.ServicerContext[object, object], error: errors.TraceStoreError, table: Sequence[Site] = ()
 ) -> None:
     """End the call with the error's status and its ErrorDetail."""
-    detail = error_to_wire(error, table).SerializeToString()
-    await context.abort(STATUS[type(error)], str(error), ((ERROR_METADATA_KEY, detail),))
+    detail = error_to_wire(error, table)
+    del detail.holes[HOLES_MAX:]
+    await context.abort(STATUS[type(error)], str(error), ((ERROR_METADATA_KEY, detail.SerializeToString()),))
