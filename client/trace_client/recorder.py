@@ -34,7 +34,7 @@ __all__ = ["KVCache", "KVRecorder", "Recorder", "TrajectoryWriter"]
 
 Bytes = npt.NDArray[np.uint8]
 Rows = tuple[Bytes, Bytes, npt.NDArray[np.float32]]
-"""Packed code rows, block scales, decode scale per row; the value of a site in ``TrajectoryWriter.append``."""
+"""Packed code rows, block scales, decode scale [1] or per row; the value of a site in ``TrajectoryWriter.append``."""
 
 SPAN_TOKENS = 64
 """Tokens per append. A span of 64 tokens at 24 sites is one message of about 250 KB at hidden 2048."""
@@ -105,7 +105,9 @@ class _Span:
         self.filled += count
 
     def rows(self) -> Rows:
-        return self.planes[: self.filled], self.scales[: self.filled], self.tensor_scale[: self.filled]
+        scale = self.tensor_scale[: self.filled]
+        # A static scale is one value, not one per token: 4 bytes a token and site less, a tenth of a b1 K row.
+        return self.planes[: self.filled], self.scales[: self.filled], scale[:1] if (scale == scale[0]).all() else scale
 
 
 class _Open:
@@ -330,8 +332,11 @@ class KVRecorder:
                 f"the cache gave another number of rows, site={site.name} rows={len(codes)} wanted={stop - start}",
                 argument="cache",
             )
-        scale = np.broadcast_to(np.asarray(tensor_scale, np.float32), (stop - start,))
-        return pack_codes(site, codes), np.ascontiguousarray(scales), scale
+        return (
+            pack_codes(site, codes),
+            np.ascontiguousarray(scales),
+            np.atleast_1d(np.asarray(tensor_scale, np.float32)),
+        )
 
 
 def _run_end(trajectories: Sequence[str], positions: Sequence[int] | npt.NDArray[np.integer[Any]], row: int) -> int:

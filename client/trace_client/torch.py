@@ -34,10 +34,21 @@ __all__ = ["GuidanceBatch", "GuidanceContext", "SiteReport", "guided_fake_quant"
 class GuidanceBatch(Protocol):
     """What a reader returns for one microbatch: mappings from site to rows, in the row order of the forward pass."""
 
-    planes: Mapping[Site, Any]
-    scales: Mapping[Site, Any]
-    tensor_scales: Mapping[Site, Any]
-    valid: Mapping[Site, Any]
+    @property
+    def planes(self) -> Mapping[Site, Any]:
+        """uint8 [rows, b, W / 8], or [rows, W / 2] for form ``full``."""
+
+    @property
+    def scales(self) -> Mapping[Site, Any]:
+        """uint8 [rows, W / block]."""
+
+    @property
+    def tensor_scales(self) -> Mapping[Site, Any]:
+        """float32 [rows]."""
+
+    @property
+    def valid(self) -> Mapping[Site, Any]:
+        """bool [rows]; False where the store has no record."""
 
 
 def guided_fake_quant(

@@ -9,6 +9,7 @@ trainer    one batched forward over the same tokens, rounded by what was read ba
 arms       which guidance each compared run gets, negative controls included
 metrics    what is counted at a site and over an arm
 screen     the tables on the terminal
-report     the self-contained HTML page, with the plots of ``plots``
+report     the self-contained HTML page
+    plots      its figures
 command    ``trace-store demo``
 """

@@ -26,6 +26,7 @@ from trace_client.demo.rollout import Rollout
 from trace_client.demo.trainer import Microbatch, TrainerTap, microbatches, train_log_probs
 from trace_client.torch import GuidanceBatch
 from trace_store import Site
+from trace_store.errors import InvalidRequest
 
 UNKNOWN_SUFFIX = "-never-stored"
 PREFETCH_DEPTH = 2
@@ -40,34 +41,52 @@ class BatchReader(Protocol):
 
 
 @dataclass(frozen=True)
+class Run:
+    """How the rollout is recorded once: codes in ``form``, every layer or the last floor(L / 2) of them."""
+
+    name: str
+    form: str
+    half: bool = False
+
+    def sites(self, size: ModelSize) -> list[Site]:
+        """The run's site table."""
+        return size.sites(self.form, size.layers - size.layers // 2 if self.half else 0)
+
+
+B1_HALF, B1, FULL = Run("b1-half", "b1", half=True), Run("b1", "b1"), Run("full", "full")
+RUNS = (B1_HALF, B1, FULL)
+
+
+@dataclass(frozen=True)
 class Arm:
-    """One run to compare; fields as the table in the module docstring."""
+    """One forward to compare; fields as the table in the module docstring. ``run`` None uses no records."""
 
     name: str
     title: str
-    form: str = ""
-    half: bool = False
+    run: Run | None = None
     read_bits: bool = True
     shuffled: bool = False
     unknown: bool = False
 
-    def guided_sites(self, size: ModelSize) -> tuple[SiteKey, ...]:
-        """Sites whose records are used. The latter half is the last floor(L / 2) layers."""
-        if not self.form:
-            return ()
-        first = size.layers - size.layers // 2 if self.half else 0
-        return tuple(key for key in size.site_keys() if key[0] >= first)
+    @property
+    def control(self) -> bool:
+        """Whether the arm shows what must not work."""
+        return self.shuffled or self.unknown
+
+    def sites(self, size: ModelSize) -> dict[SiteKey, Site]:
+        """Sites whose records the arm uses."""
+        return {(site.layer, site.kind): site for site in self.run.sites(size)} if self.run else {}
 
 
 BF16 = Arm("bf16", "BF16 rollout, BF16 trainer")
 FP4_ARMS = (
     Arm("own_scale", "own-scale RTN (plain QAT)"),
-    Arm("b0", "rollout scales, RTN (b = 0)", form="b1", read_bits=False),
-    Arm("b1_half", "guided b = 1, latter half with KV (paper)", form="b1", half=True),
-    Arm("b1", "guided b = 1, whole chain with KV", form="b1"),
-    Arm("full", "guided full codes, whole chain with KV", form="full"),
-    Arm("shuffled", "control: records shuffled over tokens", form="b1", shuffled=True),
-    Arm("no_record", "control: no record", form="b1", unknown=True),
+    Arm("b0", "rollout scales, RTN (b = 0)", B1, read_bits=False),
+    Arm("b1_half", "guided b = 1, latter half with KV (paper)", B1_HALF),
+    Arm("b1", "guided b = 1, whole chain with KV", B1),
+    Arm("full", "guided full codes, whole chain with KV", FULL),
+    Arm("shuffled", "control: records shuffled over tokens", B1, shuffled=True),
+    Arm("no_record", "control: no record stored", B1, unknown=True),
 )
 
 
@@ -114,29 +133,28 @@ def run_arm(
         progress: hears how many microbatches were done.
     """
     counts = {key: SiteCount() for key in size.site_keys()}
-    guided = arm.guided_sites(size)
-    sites = dict(zip(size.site_keys(), size.sites(arm.form), strict=True)) if arm.form else {}
+    sites = arm.sites(size)
     random = np.random.default_rng(seed)
     pieces, differences, guided_rows, native_rows = list(microbatches(rollout, trajectories)), [], 0, 0
-    for microbatch, batch in zip(pieces, _batches(arm, pieces, reader), strict=True):
-        if batch is not None and arm.shuffled:
-            batch = ShuffledBatch.of(batch, random)
+    for microbatch, stored in zip(pieces, _batches(arm, pieces, reader), strict=True):
+        batch = ShuffledBatch.of(stored, random) if stored is not None and arm.shuffled else stored
         tap = TrainerTap(
-            microbatch, counts, batch=batch, sites=sites, guided=guided,
-            read_bits=arm.read_bits, with_rtn=arm.name == "b1",
-        )  # fmt: skip
+            microbatch, counts, batch=batch, sites=sites, read_bits=arm.read_bits, with_rtn=arm.name == "b1"
+        )
         log_probs = train_log_probs(model, microbatch, tap)
         differences.append((log_probs - rollout.log_probs[microbatch.first : microbatch.stop]).numpy())
         if tap.context is not None:
             guided_rows += sum(site.guided for site in tap.context.report().values())
             native_rows += sum(site.native for site in tap.context.report().values())
         progress(1)
-    return ArmResult(arm.name, arm.title, np.concatenate(differences), counts, guided_rows, native_rows, guided)
+    return ArmResult(arm.name, arm.title, np.concatenate(differences), counts, guided_rows, native_rows, tuple(sites))
 
 
 def _batches(arm: Arm, pieces: list[Microbatch], reader: BatchReader | None) -> Iterable[GuidanceBatch | None]:
-    if not arm.form or reader is None:
+    if arm.run is None:
         return [None] * len(pieces)
+    if reader is None:
+        raise InvalidRequest(f"the arm reads records, arm={arm.name}", argument="reader")
     spans = [piece.spans(UNKNOWN_SUFFIX if arm.unknown else "") for piece in pieces]
     return reader.prefetch(spans, depth=PREFETCH_DEPTH, device="cpu")
 
@@ -150,14 +168,13 @@ def add_excess(arms: list[ArmResult], size: ModelSize) -> None:
 
 
 def record_bytes(arm: Arm, size: ModelSize, rollout: Rollout) -> float | None:
-    """Bytes of codes and block scales that the arm's guidance takes, per token of the rollout."""
-    if not arm.form or arm.shuffled or arm.unknown:
+    """Bytes of codes and block scales that the arm's guidance takes, per token of the rollout; None without any."""
+    if arm.run is None or arm.control:
         return None
     total = 0
-    for key, site in zip(size.site_keys(), size.sites(arm.form), strict=True):
-        if key in arm.guided_sites(size):
-            rows = rollout.rows - (rollout.prompt_tokens if site.kind == "moe_in" else 0)
-            total += rows * (site.scale_bytes + (site.code_bytes if arm.read_bits else 0))
+    for site in arm.run.sites(size):
+        rows = rollout.rows - (rollout.prompt_tokens if site.kind == "moe_in" else 0)
+        total += rows * (site.scale_bytes + (site.code_bytes if arm.read_bits else 0))
     return total / (rollout.rows + 1)
 
 

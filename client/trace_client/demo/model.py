@@ -57,11 +57,12 @@ class ModelSize:
         """Every site in the order of the forward pass."""
         return [(layer, kind) for layer in range(self.layers) for kind in KINDS]
 
-    def sites(self, form: str) -> list[Site]:
-        """The site table with codes stored in ``form``."""
+    def sites(self, form: str, first_layer: int = 0) -> list[Site]:
+        """A site table of the layers from ``first_layer`` on, with codes stored in ``form``."""
         return [
             Site(layer, kind, width=self.width(kind), form=form, quantizer="exact, static tensor scale")
             for layer, kind in self.site_keys()
+            if layer >= first_layer
         ]
 
 
@@ -77,22 +78,22 @@ class Tap(Protocol):
 
 def build_model(size: ModelSize) -> Any:
     """A randomly initialised float32 model for byte tokens; the caller seeds torch."""
-    config = Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        moe_intermediate_size=size.expert_width,
-        intermediate_size=size.expert_width * size.experts_per_token,
-        num_experts=size.experts,
-        num_experts_per_tok=size.experts_per_token,
-        norm_topk_prob=True,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
-    return Qwen3MoeForCausalLM(config)
+    shape: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "moe_intermediate_size": size.expert_width,
+        "intermediate_size": size.expert_width * size.experts_per_token,
+        "num_experts": size.experts,
+        "num_experts_per_tok": size.experts_per_token,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
 
 
 def quantized_weights(model: Any) -> Any:
@@ -140,7 +141,7 @@ def _experts_hook(tap: Tap, layer: int) -> Any:
     return hook
 
 
-class TapCache(DynamicCache):  # type: ignore[misc]
+class TapCache(DynamicCache):
     """transformers' growing KV cache with the tap in front of what it stores."""
 
     def __init__(self, tap: Tap) -> None:

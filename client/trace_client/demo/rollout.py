@@ -58,16 +58,16 @@ class Rollout:
 
 @dataclass
 class Capture:
-    """Where one site table is recorded to: the forward's recorder, and the one that gathers the cache."""
+    """Where one site table is recorded to: the forward's recorder with its sites by layer, and the cache's."""
 
     moe: Recorder
-    moe_sites: list[Site]
+    moe_sites: dict[int, Site]
     kv: KVRecorder
 
 
 @dataclass
 class RolloutTap:
-    """Quantizer and FP4 cache of the rollout. Holds the arrays of ``Rollout`` and the position of the running forward."""
+    """Quantizer and FP4 cache of the rollout; ``start`` and ``count`` are the tokens of the running forward."""
 
     rollout: Rollout
     captures: list[Capture] = field(default_factory=list)
@@ -103,9 +103,9 @@ class RolloutTap:
 
     def record_to(self, writer: TrajectoryWriter, sites: Sequence[Site]) -> None:
         """Record into ``writer`` from now on, in the forms that ``sites`` name."""
-        moe = [site for site in sites if site.kind == "moe_in"]
+        moe = {site.layer: site for site in sites if site.kind == "moe_in"}
         kv = [site for site in sites if site.kind != "moe_in"]
-        self.captures.append(Capture(Recorder(writer, moe), moe, KVRecorder(writer, kv, self)))
+        self.captures.append(Capture(Recorder(writer, list(moe.values())), moe, KVRecorder(writer, kv, self)))
 
     def finish(self) -> list[Receipt]:
         """Gather K and V, then seal, for every trajectory and capture."""
@@ -124,7 +124,8 @@ class RolloutTap:
     def _record(self, layer: int, codes: Bytes, scales: Bytes, scale: Any) -> None:
         names, positions = self.rollout.names, [self.start] * len(self.rollout.names)
         for recording in self.captures:
-            recording.moe.record(recording.moe_sites[layer], names, positions, codes, scales, scale)
+            if site := recording.moe_sites.get(layer):
+                recording.moe.record(site, names, positions, codes, scales, scale)
 
 
 def new_rollout(

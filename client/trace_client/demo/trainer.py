@@ -10,7 +10,7 @@ where the reader puts the record of that token. The rounding of an arm is one fu
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,9 +64,8 @@ class TrainerTap:
     Args:
         microbatch: what is being trained on.
         counts: by site, added to.
-        batch: records of the microbatch; None rounds natively everywhere.
-        sites: the site table under which ``batch`` was read, by key.
-        guided: sites that use the records; the others round natively.
+        batch: records of the microbatch; None if ``sites`` is empty.
+        sites: by key, the sites that use the records; the others round natively.
         read_bits: False rounds to nearest under the rollout's scales.
         with_rtn: also count what rounding to nearest would have chosen.
     """
@@ -78,7 +77,6 @@ class TrainerTap:
         *,
         batch: GuidanceBatch | None,
         sites: Mapping[SiteKey, Site],
-        guided: Collection[SiteKey],
         read_bits: bool,
         with_rtn: bool,
     ) -> None:
@@ -86,11 +84,10 @@ class TrainerTap:
         self._counts = counts
         self._batch = batch
         self._sites = sites
-        self._guided = frozenset(guided) if batch is not None else frozenset()
         self._read_bits = read_bits
         self._with_rtn = with_rtn
         scales = microbatch.rollout.tensor_scales
-        native = {site: scales[key] for key, site in sites.items() if key in scales}
+        native = {site: scales[key] for key, site in sites.items()}
         self.context = GuidanceContext(batch, native_tensor_scale=native) if batch is not None else None
 
     def route(self, layer: int, experts: torch.Tensor) -> torch.Tensor:
@@ -112,7 +109,7 @@ class TrainerTap:
 
     def _rounded(self, key: SiteKey, x: torch.Tensor, before: Floats) -> torch.Tensor:
         native_scale = self._microbatch.rollout.tensor_scales[key]
-        if key not in self._guided or self._batch is None or self.context is None:
+        if key not in self._sites or self.context is None:
             return straight_through(x, codebook.native_round(before, format=FORMAT, tensor_scale=native_scale))
         site = self._sites[key]
         if self._read_bits:
@@ -147,7 +144,7 @@ class TrainerTap:
         """The code of every element, under the scale with which its row was rounded."""
         scale = self._microbatch.rollout.tensor_scales[key]
         codes, _, _ = codebook.quantize(before, format=FORMAT, tensor_scale=scale)
-        if key in self._guided:
+        if key in self._sites:
             valid, scales, tensor_scale = self._records(self._sites[key])
             codes[valid] = codebook.rtn_codes(after[valid], scales[valid], tensor_scale[valid], format=FORMAT)
         return codes
