@@ -9,6 +9,9 @@ from __future__ import annotations
 import hashlib
 import re
 
+MANIFEST_PREFIX = "manifest-"
+"""A run's registration, a segment without records in the run's own directory."""
+
 RELEASED_PREFIX = ".released-"
 """A partition's directory is renamed to this before its files are deleted, so that a crash never leaves half of it."""
 

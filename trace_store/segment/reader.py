@@ -6,18 +6,24 @@ error that only costs the rows it was for.
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from trace_store.checksum import RowKind
-from trace_store.errors import DataLoss, FormatError
+from trace_store.errors import DataLoss, FormatError, StorageFailed
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.scan import verify_row
 from trace_store.segment.schema import SegmentHeader, read_header
+from trace_store.storage.base import Source
+
+TAIL_BYTES = 256 << 10
+"""What is read first of a remote segment: footer and index of 5,000 records fit (about 45 bytes a row, compressed)."""
 
 
 def open_sealed(path: Path) -> tuple[SegmentHeader, SegmentIndex]:
@@ -27,18 +33,79 @@ def open_sealed(path: Path) -> tuple[SegmentHeader, SegmentIndex]:
         FormatError: no Arrow file, another version, or the index row is damaged; ``scan_segment`` may still help.
     """
     try:
-        with pa.OSFile(os.fspath(path), "rb") as source:
-            file = pa.ipc.open_file(source)
-            header = read_header(file.schema, path.name)
-            if file.num_record_batches == 0:
-                raise FormatError(f"segment has no index row, segment={path.name}")
-            last = file.get_batch(file.num_record_batches - 1)
-            last.validate(full=True)
-            return header, _read_index(header, last, path.name)
+        with pa.OSFile(os.fspath(path), "rb") as file:
+            return _open(file, path.name)
+    except OSError as error:
+        raise FormatError(f"segment cannot be opened, segment={path.name} cause={error}") from error
+
+
+def open_source(source: Source) -> tuple[SegmentHeader, SegmentIndex]:
+    """The same for a source that costs a round trip a read: one read of the tail, a second one for a long index.
+
+    Raises:
+        FormatError: as ``open_sealed``.
+        StorageFailed, SegmentGone: the source cannot be read.
+    """
+    file = _TailFile(source)
+    try:
+        return _open(pa.PythonFile(file, "r"), source.name)
+    except FormatError:
+        if file.failure is not None:
+            raise file.failure from None
+        raise
+
+
+def _open(file: Any, name: str) -> tuple[SegmentHeader, SegmentIndex]:
+    try:
+        reader = pa.ipc.open_file(file)
+        header = read_header(reader.schema, name)
+        if reader.num_record_batches == 0:
+            raise FormatError(f"segment has no index row, segment={name}")
+        last = reader.get_batch(reader.num_record_batches - 1)
+        last.validate(full=True)
+        return header, _read_index(header, last, name)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, FormatError):
             raise
-        raise FormatError(f"segment cannot be opened, segment={path.name} cause={error}") from error
+        raise FormatError(f"segment cannot be opened, segment={name} cause={error}") from error
+
+
+class _TailFile(io.RawIOBase):
+    """File object over a source that keeps the last TAIL_BYTES, where footer and index are."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self._size = source, source.size()
+        self._low = max(self._size - TAIL_BYTES, 0)
+        self._tail = memoryview(bytearray(self._size - self._low))
+        source.read_into(self._tail, self._low)
+        self._position = 0
+        self.failure: StorageFailed | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        return self._position
+
+    def read(self, count: int = -1) -> bytes:
+        stop = self._size if count < 0 else min(self._position + count, self._size)
+        start, self._position = self._position, stop
+        if start >= self._low:
+            return bytes(self._tail[start - self._low : stop - self._low])
+        part = memoryview(bytearray(stop - start))
+        try:
+            self._source.read_into(part, start)
+        except StorageFailed as error:
+            self.failure = error
+            raise
+        return bytes(part)
 
 
 def _read_index(header: SegmentHeader, batch: pa.RecordBatch, name: str) -> SegmentIndex:

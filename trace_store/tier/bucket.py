@@ -1,0 +1,89 @@
+"""What is in the bucket, as far as this server knows: names and sizes by place, renewed by listing.
+
+A listing is a hint, not the truth: objects appear and vanish meanwhile. What it newly shows is loaded; what it no
+longer shows is asked for by name before anything is dropped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from trace_store.storage.s3 import ObjectInfo, ObjectStore
+from trace_store.tier.layout import RUNS, Place, object_key, parse_key, place_prefix
+
+
+class BucketView:
+    """Known objects of a store. Thread-safe; no method but the refreshing ones makes requests."""
+
+    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self.store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._objects: dict[Place, dict[str, ObjectInfo]] = {}
+        self._added_at: dict[tuple[Place, str], float] = {}
+        self._listed_at: dict[Place, float] = {}
+
+    def refresh(self) -> None:
+        """List everything. Raises StorageFailed; the view is unchanged then."""
+        started = self._clock()
+        self._replace(None, self.store.listing(RUNS), started)
+
+    def refresh_place(self, place: Place, younger_s: float) -> bool:
+        """List one place, unless that was done less than ``younger_s`` ago. Whether it was. Raises StorageFailed."""
+        started = self._clock()
+        if started - self._listed_at.get(place, -younger_s) < younger_s:
+            return False
+        self._listed_at[place] = started
+        self._replace(place, self.store.listing(place_prefix(place)), started)
+        return True
+
+    def _replace(self, only: Place | None, listing: Iterable[ObjectInfo], started: float) -> None:
+        found: dict[Place, dict[str, ObjectInfo]] = {}
+        for info in listing:
+            parsed = parse_key(info.key)
+            if parsed is not None and (only is None or parsed[0] == only):
+                found.setdefault(parsed[0], {})[parsed[1]] = info
+        with self._lock:
+            # What was uploaded while the listing ran may not be in it.
+            for (place, name), added in self._added_at.items():
+                if added >= started and name in self._objects.get(place, {}):
+                    found.setdefault(place, {}).setdefault(name, self._objects[place][name])
+            self._added_at = {key: added for key, added in self._added_at.items() if added >= started}
+            if only is None:
+                self._objects = found
+            elif only in found:
+                self._objects[only] = found[only]
+            else:
+                self._objects.pop(only, None)
+
+    def add(self, place: Place, name: str, size: int, modified: float) -> None:
+        """An object was uploaded."""
+        with self._lock:
+            self._objects.setdefault(place, {})[name] = ObjectInfo(object_key(place, name), size, modified)
+            self._added_at[(place, name)] = self._clock()
+
+    def remove(self, place: Place, names: Iterable[str]) -> None:
+        """Objects were deleted."""
+        with self._lock:
+            known = self._objects.get(place, {})
+            for name in names:
+                known.pop(name, None)
+            if not known:
+                self._objects.pop(place, None)
+
+    def objects(self, place: Place) -> dict[str, ObjectInfo]:
+        """Objects of a place by file name; a copy."""
+        with self._lock:
+            return dict(self._objects.get(place, {}))
+
+    def places(self) -> list[Place]:
+        """Places that hold segments, sorted."""
+        with self._lock:
+            return sorted(place for place in self._objects if place[1])
+
+    def run_places(self) -> list[str]:
+        """Directory names of the runs, sorted."""
+        with self._lock:
+            return sorted({place[0] for place in self._objects})
