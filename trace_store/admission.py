@@ -1,7 +1,7 @@
 """Decide what of a chunk is new: attempts, duplicates, conflicts. Reads the catalog, changes nothing.
 
     attempt older than the newest            StaleAttempt
-    attempt sealed, rows not yet there       Sealed
+    attempt sealed, rows not yet there       Sealed; stored if the disk lost rows of the attempt after its seal
     rows there, same bytes                   duplicate, not stored again
     rows there, other bytes                  Conflict
     span partly there                        the rest is cut out and stored
@@ -66,8 +66,8 @@ def admit(partition: Partition, chunk: Chunk, fetch: FetchRecord) -> Admission:
         for group, attempt in zip(chunk.groups, attempts, strict=True)
     ]
     for group, attempt, known in zip(chunk.groups, attempts, overlaps, strict=True):
-        if attempt is not None and attempt.sealed is not None and not known:
-            raise _sealed(group)
+        if not known:
+            _check_open(attempt, group)
     if not any(overlaps):
         return Admission(chunk, 0)
     return _sort_records(partition, chunk, attempts, overlaps, fetch)
@@ -94,9 +94,7 @@ def _sort_records(
         if not missing:
             duplicates += 1
             continue
-        attempt = attempts[position]
-        if attempt is not None and attempt.sealed is not None:
-            raise _sealed(group)
+        _check_open(attempts[position], group)
         pieces.extend(_cut(partition, record, low, high) for low, high in missing)
     if not pieces:
         return Admission(None, duplicates)
@@ -195,8 +193,11 @@ def _refuse_doubled_rows(chunk: Chunk) -> None:
         seen[group.trajectory].append(group)
 
 
-def _sealed(group: RecordGroup) -> Sealed:
-    return Sealed(
+def _check_open(attempt: Attempt | None, group: RecordGroup) -> None:
+    """Refuse new rows of a sealed attempt, unless they may be those that a disk failure took from it."""
+    if attempt is None or attempt.sealed is None or (attempt.damaged and group.stop <= attempt.sealed[0]):
+        return
+    raise Sealed(
         f"the attempt is sealed and takes no new rows, trajectory={group.trajectory!r} attempt={group.attempt}"
         f" tokens=[{group.start}, {group.stop})"
     )

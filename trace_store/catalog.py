@@ -1,6 +1,6 @@
 """Catalog: which segment rows hold which tokens of which trajectory. Kept in memory, rebuilt from segments at start.
 
-    Run -> Partition -> Trajectory -> sealed attempt (visible), open attempt (being written)
+    Run -> Partition -> Trajectory -> sealed attempt (visible), pending ones (their seal is being synced), open attempt
 
 An attempt keeps its record groups in plain arrays: for each group the segment, the first index row, the token span and
 the set of sites; rows of a group are consecutive. 20 bytes a group here and 67 a record in the segment's index.
@@ -47,13 +47,20 @@ class Holding:
 
 
 class Attempt:
-    """Record groups of one attempt. ``sealed`` is None or (tokens, prompt tokens)."""
+    """Record groups of one attempt.
 
-    __slots__ = ("_columns", "_site_sets", "number", "sealed", "stop_max")
+    Attributes:
+        sealed: None, or (tokens, prompt tokens).
+        sealed_rows: token rows over all sites that the attempt held when it was sealed.
+        stop_max: end of the last group.
+    """
+
+    __slots__ = ("_columns", "_site_sets", "number", "sealed", "sealed_rows", "stop_max")
 
     def __init__(self, number: int, site_sets: list[SiteSet]) -> None:
         self.number = number
         self.sealed: tuple[int, int] | None = None
+        self.sealed_rows = 0
         self.stop_max = 0
         self._columns = array("I")
         self._site_sets = site_sets
@@ -81,25 +88,40 @@ class Attempt:
     def records(self) -> int:
         return sum(len(self._site_sets[sites]) for sites in self._columns[4::5])
 
+    def rows(self) -> int:
+        """Token rows over all sites; no row is held twice."""
+        columns = self.columns().astype(np.int64)
+        sites = np.array([len(sites) for sites in self._site_sets], np.int64)
+        return int(((columns[:, 3] - columns[:, 2]) * sites[columns[:, 4]]).sum()) if len(columns) else 0
+
+    @property
+    def damaged(self) -> bool:
+        """Whether rows that were there at the seal are gone: the disk lost them and recovery dropped what was left."""
+        return self.sealed is not None and self.rows() < self.sealed_rows
+
     def segments(self) -> set[int]:
         return set(self._columns[0::5])
 
 
 class Trajectory:
-    """The visible (sealed) attempt and the one being written; a newer sealed attempt replaces the visible one whole."""
+    """The visible (sealed) attempt and newer ones; a newer sealed attempt replaces the visible one as a whole.
 
-    __slots__ = ("open", "sealed")
+    ``pending`` holds attempts whose seal is written and not yet durable, oldest first: usually none, one for a moment.
+    """
+
+    __slots__ = ("open", "pending", "sealed")
 
     def __init__(self) -> None:
         self.sealed: Attempt | None = None
+        self.pending: tuple[Attempt, ...] = ()
         self.open: Attempt | None = None
 
     @property
     def newest(self) -> Attempt | None:
-        return self.open or self.sealed
+        return self.open or (self.pending[-1] if self.pending else self.sealed)
 
     def find(self, number: int) -> Attempt | None:
-        return next((a for a in (self.open, self.sealed) if a is not None and a.number == number), None)
+        return next((a for a in (self.open, *self.pending, self.sealed) if a is not None and a.number == number), None)
 
 
 @dataclass
@@ -112,8 +134,8 @@ class Partition:
     trajectories: dict[str, Trajectory] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
     segments: dict[int, Segment] = field(default_factory=dict)
-    deferred: dict[str, TraceStoreError] = field(default_factory=dict)
-    """Errors of appends that were answered from memory, by trajectory; its next append or seal raises them."""
+    deferred: dict[tuple[str, int], TraceStoreError] = field(default_factory=dict)
+    """Errors of appends that were answered from memory, by trajectory and attempt, until its next append or seal."""
 
     def attempt(self, trajectory: str, number: int) -> Attempt:
         """The attempt to write to, made when new; an older open attempt is forgotten."""
@@ -123,31 +145,54 @@ class Partition:
             found = entry.open = Attempt(number, self.run.site_sets)
         return found
 
-    def mark_sealed(self, trajectory: str, number: int, tokens: int, prompt_tokens: int) -> None:
+    def mark_sealed(self, trajectory: str, number: int, tokens: int, prompt_tokens: int, rows: int) -> None:
         """Close an attempt to new rows. It becomes visible with ``publish``, once its seal is durable."""
-        self.attempt(trajectory, number).sealed = (tokens, prompt_tokens)
+        attempt = self.attempt(trajectory, number)
+        attempt.sealed, attempt.sealed_rows = (tokens, prompt_tokens), rows
+        entry = self.trajectories[trajectory]
+        if entry.open is attempt:
+            entry.pending, entry.open = (*entry.pending, attempt), None
 
     def publish(self, trajectory: str, number: int) -> None:
-        """Make a sealed attempt the visible one."""
+        """Make a sealed attempt the visible one; older ones are forgotten."""
         entry = self.trajectories.get(trajectory)
-        if entry is not None and entry.open is not None and entry.open.number == number:
-            entry.sealed, entry.open = entry.open, None
+        for attempt in entry.pending if entry is not None else ():
+            if entry is not None and attempt.number == number:
+                entry.sealed = attempt
+                entry.pending = tuple(a for a in entry.pending if a.number > number)
 
     def release(self, trajectory: str) -> bool:
         self.released.add(trajectory)
         return self.trajectories.pop(trajectory, None) is not None
 
     def rebuild(self) -> None:
-        """Derive everything again from the segments' indexes, in their order."""
+        """Derive everything again from the segments' indexes, in their order; attempts not yet visible stay so."""
+        visible = {name: entry.sealed.number for name, entry in self.trajectories.items() if entry.sealed is not None}
+        pending = {name for name, entry in self.trajectories.items() if entry.pending}
         self.trajectories.clear()
         self.released.clear()
         for number in sorted(self.segments):
             self.apply(self.segments[number], 0)
+        for name, entry in self.trajectories.items():
+            if name not in pending:
+                self._publish_all(entry)
+            elif name in visible:
+                self.publish(name, visible[name])
 
     def load(self, segment: Segment) -> None:
-        """Apply the rows of a segment in order, as a restart does."""
+        """Enter a segment and apply its rows in order."""
         self.segments[segment.number] = segment
         self.apply(segment, 0)
+
+    def publish_all(self) -> None:
+        """After a start: all that was read from disk is durable, so every sealed attempt is visible."""
+        for entry in self.trajectories.values():
+            self._publish_all(entry)
+
+    @staticmethod
+    def _publish_all(entry: Trajectory) -> None:
+        if entry.pending:
+            entry.sealed, entry.pending = entry.pending[-1], ()
 
     def apply(self, segment: Segment, first_row: int) -> None:
         """Apply index rows from ``first_row`` on; consecutive rows of one key and span form a group."""
@@ -155,8 +200,8 @@ class Partition:
         if not len(rows):
             return
         keys = rows[["kind", "trajectory", "attempt", "start", "stop"]]
-        # Two appends of one span with disjoint sites may stand side by side: a repeated site starts a group too,
-        # and they form one group with all sites, which says the same.
+        # Two appends of one span with disjoint sites may stand side by side: they form one group with all sites, which
+        # says the same.
         borders = np.flatnonzero(keys[1:] != keys[:-1]) + 1
         for low, high in zip([0, *borders.tolist()], [*borders.tolist(), len(rows)], strict=True):
             self._apply_group(segment, first_row + low, rows[low:high])
@@ -177,8 +222,7 @@ class Partition:
             entry = self.trajectories.get(name)
             newest = entry.newest if entry else None
             if newest is None or number >= newest.number:
-                self.mark_sealed(name, number, stop, start)
-                self.publish(name, number)
+                self.mark_sealed(name, number, stop, start, int(head["policy_version"]))
         elif head["kind"] == RowKind.RELEASE:
             self.release(name)
 

@@ -27,6 +27,7 @@ from trace_store.chunk import Chunk
 from trace_store.commands import AppendCommand, AppendResult, ReleaseCommand, RollCommand, SealCommand
 from trace_store.errors import InvalidRequest, StorageFailed
 from trace_store.fetch import OpenSegment, Slice, Undelivered, fetch
+from trace_store.gather import Places, file_order, gather
 from trace_store.limits import SPANS_MAX, TOKENS_MAX
 from trace_store.planner import Missing, MissingReason, ReadPlan, plan_read
 from trace_store.record import (
@@ -67,9 +68,20 @@ class Read:
     def __iter__(self) -> Iterator[Slice]:
         for item in fetch(self._plan, self._segments):
             if isinstance(item, Undelivered):
-                self._miss(item.position, item.reason)
+                self._miss(self._plan, item.position, item.reason)
             else:
                 yield item
+
+    def pieces(self) -> ReadPlan:
+        """What will be served, in file order: for ``gather``, which takes it whole or in parts."""
+        return file_order(self._plan, self._segments)
+
+    def gather(self, pieces: ReadPlan, target: memoryview, places: Places) -> list[int]:
+        """Serve pieces into memory (``trace_store.gather``); positions of those that went to ``missing`` instead."""
+        undelivered = gather(pieces, self._segments, target, places)
+        for item in undelivered:
+            self._miss(pieces, item.position, item.reason)
+        return [item.position for item in undelivered]
 
     def close(self) -> None:
         for segment in self._segments.values():
@@ -84,8 +96,7 @@ class Read:
     ) -> None:
         self.close()
 
-    def _miss(self, position: int, reason: MissingReason) -> None:
-        plan = self._plan
+    def _miss(self, plan: ReadPlan, position: int, reason: MissingReason) -> None:
         number = int(plan.span[position])
         span = self._spans[number]
         start = span.start + int(plan.dest_row[position]) - span.dest_row
@@ -192,16 +203,8 @@ class Engine:
 
     def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> Future[int]:
         """Forget trajectories, or the whole partition; the future gives how many were there, once that is durable."""
-        known = self._volume.run(run)
-        check_name(partition, "partition")
-        with self._volume.lock:
-            found = known.partitions.get(partition)
-        if found is None:
-            nothing: Future[int] = Future()
-            nothing.set_result(0)
-            return nothing
         names = None if trajectories is None else tuple(check_name(t, "trajectory") for t in trajectories)
-        command = ReleaseCommand(found, names)
+        command = ReleaseCommand(self._partition(run, partition), names)
         self._shard.submit(command)
         return command.future
 

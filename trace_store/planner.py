@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +73,11 @@ def plan_read(
             missing.extend(Missing(number, site, span.start, span.stop, found) for site in sites)
             continue
         holdings = list(found.overlapping(span.start, span.stop))
+        gap_count = len(missing)
         _plan_span(number, span, holdings, sites, selections, pieces, missing)
+        if len(missing) > gap_count and found.damaged:
+            # Recovery dropped rows that were there at the seal: nobody can tell any more which of the gaps they are.
+            missing[gap_count:] = [replace(gap, reason=MissingReason.DATA_LOSS) for gap in missing[gap_count:]]
     table = np.concatenate(pieces, axis=1) if pieces else np.zeros((7, 0), np.int64)
     plan = _plan(table, tuple(missing))
     if policy_version_min and partition is not None:

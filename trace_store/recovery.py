@@ -1,11 +1,13 @@
-"""Start-up: turn a data directory, however it was left, into sealed segments and a list of what was set aside.
+"""Start-up: turn a partition's directory, however it was left, into sealed segments, and set aside what is none.
 
     NAME.arrow        opened by its index; scanned and rewritten if only the index is damaged
     NAME.open         left by a crash: good rows are rewritten as NAME.arrow, the rest is dropped with a reason
     NAME.recovering   a rewrite that a crash cut short: removed, its source is still there
+    another version   left alone with a logged error: a library that knows it will read it
     anything else     moved to ``set-aside/`` with a logged reason; nothing is deleted that we did not write
 
 Rewriting is idempotent: a crash at any point leaves the source, the result, or both, and both means the result counts.
+What is dropped as a torn tail was never acknowledged as synced; of a file with any other damage a copy is kept.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from trace_store.errors import FormatError
+from trace_store.errors import FormatError, TraceStoreError
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.reader import open_sealed
 from trace_store.segment.scan import Scan, scan_segment
-from trace_store.segment.schema import OPEN_SUFFIX, SEALED_SUFFIX, SegmentHeader
-from trace_store.segment.writer import SegmentWriter, sync_directory
+from trace_store.segment.schema import OPEN_SUFFIX, SEALED_SUFFIX, SegmentHeader, UnknownVersion
+from trace_store.segment.writer import SegmentWriter, storage_error, sync_directory
 
 log = logging.getLogger("trace_store.recovery")
 
@@ -37,69 +39,104 @@ def recover_directory(directory: Path, root: Path) -> Iterator[OpenedSegment]:
         StorageFailed, StorageFull: the disk does not allow the repair; nothing was lost.
     """
     names = sorted(entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
-    for name in names:
-        if name.endswith(RECOVERING_SUFFIX):
-            (directory / name).unlink()
-    opened = []
+    opened: dict[str, OpenedSegment] = {}
     for name in names:
         path = directory / name
         if name.endswith(RECOVERING_SUFFIX):
-            continue
-        if name.endswith(SEALED_SUFFIX):
+            path.unlink()
+        elif name.endswith(SEALED_SUFFIX):
             segment = _open_or_repair(path, root)
-        elif name.endswith(OPEN_SUFFIX):
-            if path.with_suffix(SEALED_SUFFIX).exists():
-                path.unlink()
-                continue
-            segment = _rewrite_or_set_aside(path, root)
-        else:
+            if segment is not None:
+                opened[path.stem] = segment
+        elif not name.endswith(OPEN_SUFFIX):
             set_aside(path, root, "no segment")
-            continue
-        if segment is not None:
-            opened.append(segment)
-    yield from sorted(opened, key=lambda segment: (segment[1].sequence, segment[0].name))
+    for name in names:
+        path = directory / name
+        if name.endswith(OPEN_SUFFIX):
+            if path.stem in opened:
+                path.unlink()  # a crash between the two last steps of a rewrite
+                continue
+            segment = _recover_open(path, root)
+            if segment is not None:
+                opened[path.stem] = segment
+    yield from sorted(opened.values(), key=lambda segment: (segment[1].sequence, segment[0].name))
 
 
 def _open_or_repair(path: Path, root: Path) -> OpenedSegment | None:
     try:
-        header, index = open_sealed(path)
-    except FormatError as error:
-        log.error("segment=%s cannot be opened by its index, scanning it: %s", path.name, error)
-        return _rewrite_or_set_aside(path, root)
-    return path, header, index
-
-
-def _rewrite_or_set_aside(path: Path, root: Path) -> OpenedSegment | None:
-    try:
-        scan = scan_segment(path)
+        try:
+            header, index = open_sealed(path)
+            return path, header, index
+        except UnknownVersion:
+            raise
+        except FormatError as error:
+            log.error("segment=%s cannot be opened by its index, scanning it: %s", path.name, error)
+            scan = scan_segment(path)
+    except UnknownVersion as error:
+        log.error("segment=%s left alone: %s", path.name, error)
+        return None
     except FormatError as error:
         set_aside(path, root, str(error))
         return None
-    for line in scan.damage:
-        log.warning("segment=%s %s", path.name, line)
+    if scan.torn_bytes:
+        # A sealed segment was synced as a whole, so its end is as precious as the rest.
+        scan.damage.append(f"unreadable bytes at the end dropped, bytes={scan.torn_bytes}")
+    if not len(scan.index):
+        set_aside(path, root, "no row of it is readable")
+        return None
+    return _rewrite_logged(path, root, scan)
+
+
+def _recover_open(path: Path, root: Path) -> OpenedSegment | None:
+    try:
+        scan = scan_segment(path)
+    except UnknownVersion as error:
+        log.error("segment=%s left alone: %s", path.name, error)
+        return None
+    except FormatError as error:
+        if path.stat().st_size == 0:
+            path.unlink()  # a crash right after it was created
+        else:
+            set_aside(path, root, str(error))
+        return None
     if scan.torn_bytes:
         log.warning("segment=%s torn tail dropped, bytes=%d", path.name, scan.torn_bytes)
-    if scan.damage:
-        keep_copy(path, root, f"{len(scan.damage)} damaged parts")
-    if not len(scan.index):
+    if not len(scan.index) and not scan.damage:
         path.unlink()
         return None
+    return _rewrite_logged(path, root, scan)
+
+
+def _rewrite_logged(path: Path, root: Path, scan: Scan) -> OpenedSegment:
+    for line in scan.damage:
+        log.warning("segment=%s %s", path.name, line)
+    if scan.damage:
+        keep_copy(path, root, f"{len(scan.damage)} damaged parts")
     sealed, index = rewrite(path, scan)
     return sealed, scan.header, index
 
 
 def rewrite(path: Path, scan: Scan) -> tuple[Path, SegmentIndex]:
-    """Write the good rows of a scan as the sealed segment of the same name and remove the source."""
+    """Write the good rows of a scan as the sealed segment of the same name and remove the source.
+
+    Raises:
+        StorageFailed, StorageFull: the source stands as it was.
+    """
+    (path.parent / (path.stem + RECOVERING_SUFFIX)).unlink(missing_ok=True)
     writer = SegmentWriter(path.parent, path.stem, scan.header, RECOVERING_SUFFIX)
     try:
         for batch in scan.batches:
             writer.append_batch(batch)
         sealed = writer.seal()
+        if path != sealed:
+            path.unlink()
+            sync_directory(path.parent)
+    except (TraceStoreError, OSError) as error:
+        if writer.path.suffix == RECOVERING_SUFFIX:
+            writer.remove()
+        raise error if isinstance(error, TraceStoreError) else storage_error(error, path) from error
     finally:
         writer.close()
-    if path != sealed:
-        path.unlink()
-        sync_directory(path.parent)
     log.info("segment=%s recovered records=%d", sealed.name, writer.index.records)
     return sealed, writer.index
 
@@ -109,6 +146,7 @@ def set_aside(path: Path, root: Path, reason: str) -> None:
     target = _free_name(path, root)
     log.error("file=%s set aside as %s: %s", path.name, target.name, reason)
     os.rename(path, target)
+    sync_directory(target.parent)
     sync_directory(path.parent)
 
 

@@ -9,12 +9,13 @@ from trace_store.commands import SealCommand
 from trace_store.errors import Conflict, Incomplete, InvalidRequest
 from trace_store.record import Receipt
 
-SealRow = tuple[RowKind, str, int, int, int]
+ControlRow = tuple[RowKind, str, int, int, int, int]
+"""Kind, trajectory, attempt, start, stop, rows: what ``SegmentWriter.append_control`` takes."""
 
 _HOLES_SHOWN = 3
 
 
-def seal_attempt(partition: Partition, command: SealCommand, server: str) -> tuple[Receipt, SealRow | None]:
+def seal_attempt(partition: Partition, command: SealCommand, server: str) -> tuple[Receipt, ControlRow | None]:
     """The receipt of a seal, and the row to write; no row when the same seal was written before.
 
     Raises:
@@ -57,4 +58,5 @@ def seal_attempt(partition: Partition, command: SealCommand, server: str) -> tup
     )
     if attempt is not None and attempt.sealed is not None:
         return receipt, None
-    return receipt, (RowKind.SEAL, command.trajectory, command.attempt, command.prompt_tokens, command.tokens)
+    rows = attempt.rows() if attempt is not None else 0
+    return receipt, (RowKind.SEAL, command.trajectory, command.attempt, command.prompt_tokens, command.tokens, rows)

@@ -4,9 +4,9 @@ Commands run one after another in the order they were submitted. An append is ch
 written, and entered in the catalog; ``written`` is answered there, ``synced`` by the next group commit, ``memory`` was
 answered when it entered the queue.
 
-Failures. A write that fails leaves the segment as it was and retires it; the next append starts a new one, so writes
-work again as soon as the disk does. A sync that fails may have lost rows that the page cache still shows: writes are
-refused until those rows have been copied to a new segment and synced (tried at most once a second).
+Failures. A write that fails leaves the segment as it was and ends it; the next append starts a new one, so writes work
+again as soon as the disk does. A sync that fails may have lost rows that the page cache still shows: writes are refused
+until those rows have been copied. ``repair`` makes both kinds of segment whole again.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
-from typing import Any
+from typing import Any, TypeGuard
 
 from trace_store.admission import admit
 from trace_store.catalog import Partition, Segment
 from trace_store.chunk import check_chunk
 from trace_store.commands import AppendCommand, AppendResult, Command, ReleaseCommand, RollCommand, SealCommand
 from trace_store.errors import StorageFailed, TraceStoreError, Unavailable
-from trace_store.recovery import rewrite
+from trace_store.repair import Place, Repairs
 from trace_store.seal import seal_attempt
-from trace_store.segment.scan import scan_segment
 from trace_store.segment.writer import SegmentWriter
 from trace_store.syncer import Syncer
 from trace_store.volume import Volume
@@ -38,16 +38,30 @@ log = logging.getLogger("trace_store.shard")
 QUEUE_BYTES_MAX = 64 << 20
 """Payload accepted and not yet written. ``submit`` blocks above it."""
 
+COMPRESS_BACKLOG_BYTES_MAX = 2 << 20
+"""Scales are compressed while the writer keeps up, and stored raw when more than this waits behind it: zstd takes half
+of the writer's time (0.5 GB/s of scales a core), so it pays only where the disk is the slower one."""
+
 SEGMENT_BYTES_MAX = 256 << 20
 """A segment is rolled once it is this long: a rewrite after a crash takes about a second."""
 
 ROLL_IDLE_S = 30.0
 """A segment that got no row for this long is rolled, so that it can be uploaded and opens without a scan."""
 
-REWRITE_RETRY_S = 1.0
+REPAIR_TICK_S = 1.0
 
 DEFERRED_ERRORS_MAX = 10_000
 """Errors kept per partition; trajectories beyond it see their lost rows as holes at their seal."""
+
+
+@dataclass(eq=False)
+class _Open:
+    """The open segment of a partition."""
+
+    partition: Partition
+    segment: Segment
+    writer: SegmentWriter
+    last_write_s: float = 0.0
 
 
 class Shard:
@@ -59,12 +73,12 @@ class Shard:
         self._queued_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
-        self._writers: dict[int, tuple[Partition, Segment, SegmentWriter]] = {}
-        self._last_write: dict[int, float] = {}
-        self._suspects: list[SegmentWriter] = []
-        self._last_rewrite = -REWRITE_RETRY_S
-        self._places: dict[SegmentWriter, tuple[Partition, Segment]] = {}
-        self._syncer = Syncer(self._rolled, self._sync_failed)
+        self._open: dict[int, _Open] = {}
+        """By ``id`` of the partition, which the value keeps alive. The writer's thread alone changes it."""
+        self._places: dict[SegmentWriter, Place] = {}
+        self._next_idle_look = clock() + ROLL_IDLE_S
+        self._repairs = Repairs(volume, clock, self._copied)
+        self._syncer = Syncer(self)
         self._thread = threading.Thread(target=self._run, name="trace-store-write", daemon=True)
         self._thread.start()
 
@@ -76,8 +90,7 @@ class Shard:
     @property
     def refusal(self) -> str:
         """Why writes are refused now, or an empty string."""
-        suspects = self._suspects
-        return str(suspects[0].abandoned) if suspects else ""
+        return self._repairs.refusal
 
     def submit(self, command: Command) -> None:
         """Queue a command; blocks while the queue is full.
@@ -90,10 +103,12 @@ class Shard:
                 self._changed.wait()
             if self._closing:
                 raise Unavailable("the store is closing")
+            # From here on a caller that gives up cannot cancel it: the threads that answer must not trip over that.
+            command.future.set_running_or_notify_cancel()
             self._queue.append(command)
             self._queued_bytes += command.queue_bytes
             self._changed.notify_all()
-        if isinstance(command, AppendCommand) and command.durability == "memory":
+        if _answered_at_once(command):
             command.future.set_result(AppendResult(command.chunk.records, 0))
 
     def close(self) -> None:
@@ -102,6 +117,8 @@ class Shard:
             self._closing = True
             self._changed.notify_all()
         self._thread.join()
+        for writer in self._repairs.take_all():
+            self._syncer.discard(writer)
         self._syncer.close()
 
     def _run(self) -> None:
@@ -121,28 +138,42 @@ class Shard:
                 self._leave_queue(command)
 
     def _take(self) -> Command | None:
-        with self._changed:
-            while not self._queue:
+        """The next command, or None at the end. Looks after idle and broken segments between commands."""
+        while True:
+            self._look_after()
+            with self._changed:
+                if self._queue:
+                    return self._queue.popleft()
                 if self._closing:
                     return None
-                if not self._changed.wait(timeout=ROLL_IDLE_S):
-                    self._roll_idle()
-            return self._queue.popleft()
+                self._changed.wait(REPAIR_TICK_S if self._repairs.pending else ROLL_IDLE_S / 4)
+
+    def _look_after(self) -> None:
+        try:
+            if self._repairs.pending:
+                self._repairs.rewrite_unsealed()
+            if self._clock() >= self._next_idle_look:
+                self._roll_idle()
+        except Exception:
+            log.exception("looking after segments failed")
 
     def _leave_queue(self, command: Command) -> None:
         with self._changed:
             self._queued_bytes -= command.queue_bytes
             self._changed.notify_all()
         if isinstance(command, AppendCommand) and command.on_left_queue is not None:
-            command.on_left_queue()
+            try:
+                command.on_left_queue()
+            except Exception:
+                log.exception("on_left_queue failed")
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, RollCommand):
             self._roll_all()
             self._answer_synced(command.future, None)
             return
-        if self._suspects and not (isinstance(command, ReleaseCommand) and command.trajectories is None):
-            self._rewrite_suspects()
+        if not (isinstance(command, ReleaseCommand) and command.trajectories is None):
+            self._repairs.rewrite_doubtful()
         if isinstance(command, AppendCommand):
             self._append(command)
         elif isinstance(command, SealCommand):
@@ -151,25 +182,26 @@ class Shard:
             self._release(command)
 
     def _fail(self, command: Command, error: TraceStoreError) -> None:
-        if not command.future.done():
+        if not _answered_at_once(command):
             command.future.set_exception(error)
-        elif isinstance(command, AppendCommand):
-            # Answered from memory: the trajectory's next append or seal says it.
-            deferred = self._volume.live(command.partition).deferred
-            for group in command.chunk.groups:
-                if len(deferred) < DEFERRED_ERRORS_MAX:
-                    deferred.setdefault(group.trajectory, error)
+            return
+        # The next append or seal of the same attempt says it; a newer attempt has nothing to do with it.
+        deferred = self._volume.live(command.partition).deferred
+        for group in command.chunk.groups:
+            if len(deferred) < DEFERRED_ERRORS_MAX:
+                deferred.setdefault((group.trajectory, group.attempt), error)
 
     def _append(self, command: AppendCommand) -> None:
         partition = self._volume.live(command.partition)
         for group in command.chunk.groups:
-            _raise_deferred(partition, group.trajectory)
+            _raise_deferred(partition, group.trajectory, group.attempt)
         check_chunk(command.chunk, partition.run.name, partition.name, partition.run.sites)
         admission = admit(partition, command.chunk, partial(self._volume.read_record, partition))
         stored = 0
         if admission.chunk is not None:
             stored = admission.chunk.records
-            self._write(partition, methodcaller("append_chunk", admission.chunk))
+            compress = self._queued_bytes - command.queue_bytes <= COMPRESS_BACKLOG_BYTES_MAX
+            self._write(partition, methodcaller("append_chunk", admission.chunk, compress))
         result = AppendResult(stored, admission.duplicates)
         if command.durability == "synced":
             self._answer_synced(command.future, result)
@@ -178,12 +210,10 @@ class Shard:
 
     def _seal(self, command: SealCommand) -> None:
         partition = self._volume.live(command.partition)
-        _raise_deferred(partition, command.trajectory)
+        _raise_deferred(partition, command.trajectory, command.attempt)
         receipt, row = seal_attempt(partition, command, self._volume.server)
         if row is not None:
             self._write(partition, methodcaller("append_control", *row))
-            with self._volume.lock:
-                partition.mark_sealed(command.trajectory, command.attempt, command.tokens, command.prompt_tokens)
 
         def publish() -> None:
             with self._volume.lock:
@@ -192,17 +222,14 @@ class Shard:
         self._answer_synced(command.future, receipt, publish)
 
     def _release(self, command: ReleaseCommand) -> None:
-        if command.trajectories is None:
-            entry = self._writers.pop(id(command.partition), None)
-            if entry is not None:
-                self._syncer.forget(entry[2])
-                self._places.pop(entry[2], None)
-                entry[2].close()
-            self._suspects = [w for w in self._suspects if self._places.get(w, (None,))[0] is not command.partition]
-            self._syncer.suspect(self._suspect_error())
-            command.future.set_result(self._volume.release_partition(command.partition))
-            return
         partition = self._volume.live(command.partition)
+        if command.trajectories is None:
+            try:
+                command.future.set_result(self._volume.release_partition(partition))
+            finally:
+                if self._volume.is_released(partition):
+                    self._forget(partition)
+            return
         rows = self._volume.release_rows(partition, command.trajectories)
         for row in rows:
             self._write(partition, methodcaller("append_control", *row))
@@ -210,55 +237,63 @@ class Shard:
 
     def _write(self, partition: Partition, write: Callable[[SegmentWriter], Any]) -> None:
         """Write rows to the partition's open segment and enter them in the catalog."""
-        segment, writer = self._open_writer(partition)
-        first_row = len(writer.index)
+        tail = self._open_segment(partition)
+        writer, first_row = tail.writer, len(tail.writer.index)
         try:
             write(writer)
         except TraceStoreError:
-            self._retire(partition)
+            self._end(partition)
             raise
         with self._volume.lock:
-            segment.disk_bytes = writer.written_bytes
-            partition.apply(segment, first_row)
+            tail.segment.disk_bytes = writer.written_bytes
+            partition.apply(tail.segment, first_row)
         self._syncer.wrote(writer)
-        self._last_write[id(partition)] = self._clock()
+        tail.last_write_s = self._clock()
         if writer.written_bytes >= SEGMENT_BYTES_MAX:
             self._roll(partition)
 
-    def _open_writer(self, partition: Partition) -> tuple[Segment, SegmentWriter]:
-        entry = self._writers.get(id(partition))
-        if entry is not None and entry[2].abandoned is None:
-            return entry[1], entry[2]
-        if entry is not None:
-            self._retire(partition)
+    def _open_segment(self, partition: Partition) -> _Open:
+        tail = self._open.get(id(partition))
+        if tail is not None and tail.writer.abandoned is None:
+            return tail
+        if tail is not None:
+            self._end(partition)
         segment, writer = self._volume.open_writer(partition)
-        self._writers[id(partition)] = (partition, segment, writer)
+        tail = self._open[id(partition)] = _Open(partition, segment, writer)
         self._places[writer] = (partition, segment)
-        return segment, writer
+        return tail
 
-    def _retire(self, partition: Partition) -> None:
-        """Stop adding to a segment whose write failed. What it holds stays readable and is rewritten at next start."""
-        _, segment, writer = self._writers.pop(id(partition))
-        if len(writer.index):
-            self._syncer.wrote(writer)
+    def _end(self, partition: Partition) -> None:
+        """Stop adding to a segment whose write or sync failed. What it holds stays readable; ``repair`` copies it."""
+        tail = self._open.pop(id(partition))
+        if not len(tail.writer.index):
+            self._places.pop(tail.writer, None)
+            self._volume.drop_empty(partition, tail.segment, tail.writer)
             return
-        self._places.pop(writer, None)
-        self._volume.drop_empty(partition, segment, writer)
+        self._syncer.wrote(tail.writer)
+        self._repairs.add_unsealed(tail.writer, (partition, tail.segment))
 
     def _roll(self, partition: Partition) -> None:
-        _, _, writer = self._writers.pop(id(partition))
-        self._last_write.pop(id(partition), None)
-        self._syncer.roll(writer)
+        self._syncer.roll(self._open.pop(id(partition)).writer)
 
     def _roll_all(self) -> None:
-        for partition, _, _ in list(self._writers.values()):
-            self._roll(partition)
+        for tail in list(self._open.values()):
+            self._roll(tail.partition)
 
     def _roll_idle(self) -> None:
         now = self._clock()
-        for key, (partition, _, _) in list(self._writers.items()):
-            if now - self._last_write.get(key, now) >= ROLL_IDLE_S:
-                self._roll(partition)
+        for tail in list(self._open.values()):
+            if now - tail.last_write_s >= ROLL_IDLE_S:
+                self._roll(tail.partition)
+        self._next_idle_look = now + ROLL_IDLE_S / 4
+
+    def _forget(self, partition: Partition) -> None:
+        """Let go of every segment of a partition that is being released."""
+        tail = self._open.pop(id(partition), None)
+        gone = {writer for writer, place in list(self._places.items()) if place[0] is partition}
+        for writer in gone.union(self._repairs.forget(partition), [tail.writer] if tail is not None else []):
+            self._places.pop(writer, None)
+            self._syncer.discard(writer)
 
     def _answer_synced(self, future: Future[Any], result: Any, before: Callable[[], None] | None = None) -> None:
         def done(error: TraceStoreError | None) -> None:
@@ -271,49 +306,42 @@ class Shard:
 
         self._syncer.when_synced(done)
 
-    def _rolled(self, writer: SegmentWriter) -> None:
-        """Syncer's thread: a segment is sealed."""
-        _, segment = self._places.pop(writer)
-        with self._volume.lock:
-            segment.path, segment.disk_bytes = writer.path, writer.written_bytes
+    # -- outcomes, on the syncer's thread
+
+    def sealed(self, writer: SegmentWriter) -> None:
+        place = self._places.pop(writer, None)
+        if place is not None:
+            with self._volume.lock:
+                place[1].path, place[1].disk_bytes = writer.path, writer.written_bytes
         writer.close()
 
-    def _sync_failed(self, writer: SegmentWriter, error: TraceStoreError) -> None:
-        """Syncer's thread: rows of this segment may be lost."""
-        log.error("sync failed, writes are refused until its rows are rewritten, segment=%s: %s", writer.name, error)
-        self._suspects.append(writer)
-        self._syncer.suspect(self._suspect_error())
+    def unsealed(self, writer: SegmentWriter) -> None:
+        place = self._places.get(writer)
+        if place is not None:
+            self._repairs.add_unsealed(writer, place)
 
-    def _suspect_error(self) -> StorageFailed | None:
-        if not self._suspects:
-            return None
-        return StorageFailed(f"rows await a rewrite after a failed sync: {self.refusal}")
+    def sync_failed(self, writer: SegmentWriter, error: TraceStoreError) -> None:
+        place = self._places.get(writer)
+        if place is not None:
+            self._repairs.add_doubtful(writer, place, error)
 
-    def _rewrite_suspects(self) -> None:
-        """Copy segments whose sync failed to new, synced ones.
+    def doubt(self) -> TraceStoreError | None:
+        return self._repairs.doubt()
 
-        Raises:
-            StorageFailed, StorageFull: the disk still fails; writes stay refused.
-        """
-        if self._clock() - self._last_rewrite < REWRITE_RETRY_S:
-            raise self._suspect_error() or StorageFailed("writes are refused")
-        self._last_rewrite = self._clock()
-        for writer in list(self._suspects):
-            partition, segment = self._places[writer]
-            self._writers = {k: v for k, v in self._writers.items() if v[2] is not writer}
-            scan = scan_segment(writer.path)
-            path, index = rewrite(writer.path, scan)
-            with self._volume.lock:
-                segment.path, segment.index, segment.disk_bytes = path, index, path.stat().st_size
-                if scan.damage or len(index) != len(writer.index):
-                    partition.rebuild()
-            writer.close()
-            self._places.pop(writer)
-            self._suspects.remove(writer)
-            log.warning("rows of segment=%s rewritten and synced, writes are accepted again", writer.name)
-        self._syncer.suspect(None)
+    def _copied(self, writer: SegmentWriter) -> None:
+        """Writer's thread: the rows live in another file now."""
+        place = self._places.pop(writer, None)
+        if place is not None:
+            tail = self._open.get(id(place[0]))
+            if tail is not None and tail.writer is writer:
+                del self._open[id(place[0])]
+        self._syncer.discard(writer)
 
 
-def _raise_deferred(partition: Partition, trajectory: str) -> None:
-    if partition.deferred and trajectory in partition.deferred:
-        raise partition.deferred.pop(trajectory)
+def _answered_at_once(command: Command) -> TypeGuard[AppendCommand]:
+    return isinstance(command, AppendCommand) and command.durability == "memory"
+
+
+def _raise_deferred(partition: Partition, trajectory: str, attempt: int) -> None:
+    if partition.deferred and (trajectory, attempt) in partition.deferred:
+        raise partition.deferred.pop((trajectory, attempt))

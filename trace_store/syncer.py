@@ -2,19 +2,42 @@
 
 While one round syncs, the writer goes on writing; the next round covers all of that with one fdatasync per segment.
 So the group grows with the load by itself: 3 ms for a lone append, 4 to 16 MiB a sync under a stream, and no timer.
+
+All work on a segment's descriptor after its last write happens here, closing it included, so that no other thread can
+close a descriptor under a running fdatasync.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from trace_store.errors import StorageFailed, TraceStoreError
 from trace_store.segment.writer import SegmentWriter
 
+log = logging.getLogger("trace_store.syncer")
+
 Done = Callable[[TraceStoreError | None], None]
 """Called once with None (durable) or the error; runs on the syncer's thread and must not block."""
+
+
+class Outcomes(Protocol):
+    """Who hears what became of a segment; called on the syncer's thread."""
+
+    def sealed(self, writer: SegmentWriter) -> None:
+        """The segment is immutable and durable."""
+
+    def unsealed(self, writer: SegmentWriter) -> None:
+        """It could not be sealed, but its rows are durable."""
+
+    def sync_failed(self, writer: SegmentWriter, error: TraceStoreError) -> None:
+        """Its rows may be lost."""
+
+    def doubt(self) -> TraceStoreError | None:
+        """While rows of some segment may be lost: why nothing counts as durable."""
 
 
 @dataclass
@@ -22,24 +45,20 @@ class _Round:
     waiting: list[Done] = field(default_factory=list)
     dirty: set[SegmentWriter] = field(default_factory=set)
     rolling: list[SegmentWriter] = field(default_factory=list)
+    closing: list[SegmentWriter] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.waiting or self.rolling)
+        return bool(self.waiting or self.rolling or self.closing)
 
 
 class Syncer:
-    """Owns the sync thread. ``on_rolled(writer)`` and ``on_failed(writer, error)`` report what became of a segment."""
+    """Owns the sync thread. Thread-safe."""
 
-    def __init__(
-        self,
-        on_rolled: Callable[[SegmentWriter], None],
-        on_failed: Callable[[SegmentWriter, TraceStoreError], None],
-    ) -> None:
-        self._on_rolled, self._on_failed = on_rolled, on_failed
+    def __init__(self, outcomes: Outcomes) -> None:
+        self._outcomes = outcomes
         self._wake = threading.Condition()
         self._next = _Round()
         self._closing = False
-        self._suspect: StorageFailed | None = None
         self._thread = threading.Thread(target=self._run, name="trace-store-sync", daemon=True)
         self._thread.start()
 
@@ -60,15 +79,12 @@ class Syncer:
             self._next.rolling.append(writer)
             self._wake.notify()
 
-    def forget(self, writer: SegmentWriter) -> None:
-        """The segment was released: it need not be synced."""
+    def discard(self, writer: SegmentWriter) -> None:
+        """Close a segment that nobody needs any more: it was released, or its rows were copied."""
         with self._wake:
-            self._next.dirty.discard(writer)
-
-    def suspect(self, error: StorageFailed | None) -> None:
-        """While set, nothing counts as durable: rows that a failed sync may have lost await their rewrite."""
-        with self._wake:
-            self._suspect = error
+            writer.discarded = True
+            self._next.closing.append(writer)
+            self._wake.notify()
 
     def close(self) -> None:
         """Finish the rounds that were asked for, then stop."""
@@ -85,24 +101,43 @@ class Syncer:
                 if not self._next:
                     return
                 current, self._next = self._next, _Round()
-            error = self._commit(current)
+            error: TraceStoreError | None
+            try:
+                error = self._commit(current)
+            except Exception as cause:  # a dead thread would leave every caller waiting
+                log.exception("a sync round failed")
+                error = StorageFailed(f"internal error, cause={cause!r}")
             for done in current.waiting:
                 done(error)
 
     def _commit(self, current: _Round) -> TraceStoreError | None:
-        failure: TraceStoreError | None = None
-        for writer in current.dirty.difference(current.rolling):
-            try:
-                writer.sync()
-            except TraceStoreError as error:
-                failure = error
-                self._on_failed(writer, error)
-        for writer in current.rolling:
-            try:
-                writer.seal()
-            except TraceStoreError as error:
-                failure = error
-                self._on_failed(writer, error)
-            else:
-                self._on_rolled(writer)
-        return failure or self._suspect
+        failures = [self._sync(writer) for writer in current.dirty.difference(current.rolling)]
+        failures += [self._seal(writer) for writer in current.rolling]
+        for writer in current.closing:
+            writer.close()
+        return next((failure for failure in failures if failure is not None), None) or self._outcomes.doubt()
+
+    def _sync(self, writer: SegmentWriter) -> TraceStoreError | None:
+        if writer.discarded:
+            return None
+        try:
+            writer.sync()
+        except TraceStoreError as error:
+            if writer.discarded:
+                return None
+            self._outcomes.sync_failed(writer, error)
+            return error
+        return None
+
+    def _seal(self, writer: SegmentWriter) -> TraceStoreError | None:
+        if writer.discarded:
+            return None
+        try:
+            writer.seal()
+        except TraceStoreError:
+            failure = self._sync(writer)
+            if failure is None and not writer.discarded:
+                self._outcomes.unsealed(writer)
+            return failure
+        self._outcomes.sealed(writer)
+        return None

@@ -21,20 +21,18 @@ from pathlib import Path
 
 from trace_store.catalog import Partition, Run, Segment
 from trace_store.checksum import RowKind
-from trace_store.errors import FormatError, NotFound, SchemaMismatch, StorageFailed
+from trace_store.errors import NotFound, SchemaMismatch, StorageFailed, TraceStoreError
 from trace_store.fetch import OpenSegment, read_record
-from trace_store.naming import RELEASED_PREFIX, directory_name, segment_name
+from trace_store.naming import MANIFEST_PREFIX, RELEASED_PREFIX, directory_name, segment_name
+from trace_store.opening import find_run
 from trace_store.record import Site
-from trace_store.recovery import recover_directory, set_aside
-from trace_store.segment.index import SegmentIndex
-from trace_store.segment.reader import open_sealed
-from trace_store.segment.schema import OPEN_SUFFIX, SEALED_SUFFIX, SegmentHeader
+from trace_store.recovery import set_aside
+from trace_store.seal import ControlRow
+from trace_store.segment.schema import SegmentHeader
 from trace_store.segment.writer import SegmentWriter, storage_error, sync_directory
 from trace_store.storage.local import LocalSource
 
 log = logging.getLogger("trace_store.volume")
-
-MANIFEST_PREFIX = "manifest-"
 
 
 class Volume:
@@ -47,7 +45,7 @@ class Volume:
         self._next_segment = 0
         self._next_sequence: dict[Path, int] = {}
         try:
-            (root / "runs").mkdir(parents=True, exist_ok=True)
+            _make_durable(root / "runs")
             self._lock_file = os.open(root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -57,8 +55,15 @@ class Volume:
                 f"the data directory cannot be used, path={root} cause={os.strerror(error.errno or 0).lower()};"
                 f" make it writable for uid {os.getuid()}"
             ) from error
-        for entry in sorted((root / "runs").iterdir()):
-            self._open_run(entry)
+        try:
+            for entry in sorted((root / "runs").iterdir()):
+                self._open_run(entry)
+        except OSError as error:
+            self.close()
+            raise error if isinstance(error, TraceStoreError) else storage_error(error, root) from error
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         os.close(self._lock_file)
@@ -86,8 +91,10 @@ class Volume:
             writer = SegmentWriter(directory, MANIFEST_PREFIX + self.epoch, header)
             try:
                 writer.seal()
-            finally:
-                writer.close()
+            except TraceStoreError:
+                writer.remove()
+                raise
+            writer.close()
             self.runs[name] = Run(name, sites, directory)
             return True
 
@@ -137,8 +144,7 @@ class Volume:
         """Remove a segment into which not one row could be written."""
         with self.lock:
             partition.segments.pop(segment.number, None)
-        writer.close()
-        writer.path.unlink(missing_ok=True)
+        writer.remove()
 
     def lease(self, partition: Partition, number: int) -> OpenSegment:
         """A segment opened for reading; the caller closes it. Wants the lock held.
@@ -162,77 +168,73 @@ class Volume:
 
     # -- release
 
-    def release_rows(
-        self, partition: Partition, trajectories: Sequence[str]
-    ) -> list[tuple[RowKind, str, int, int, int]]:
+    def release_rows(self, partition: Partition, trajectories: Sequence[str]) -> list[ControlRow]:
         """Release rows to write for the trajectories that are there."""
-        return [(RowKind.RELEASE, name, 0, 0, 0) for name in trajectories if name in partition.trajectories]
+        return [(RowKind.RELEASE, name, 0, 0, 0, 0) for name in trajectories if name in partition.trajectories]
 
     def release_partition(self, partition: Partition) -> int:
         """Forget a partition: rename its directory, which is atomic, then delete the files on a thread of their own.
 
         Returns:
             Trajectories that were there.
+
+        Raises:
+            StorageFailed: it stands, or (``is_released``) it is gone and a power cut might bring it back: repeat this.
         """
         with self.lock:
-            if partition.run.partitions.get(partition.name) is not partition:
-                return 0
             unique = f"{self._segment_number()}-{self.epoch}"
             target = partition.run.directory / f"{RELEASED_PREFIX}{partition.directory.name}-{unique}"
             written = True
             try:
                 os.rename(partition.directory, target)
-                sync_directory(partition.run.directory)
             except FileNotFoundError:
                 written = False
             except OSError as error:
                 raise storage_error(error, partition.directory) from error
-            del partition.run.partitions[partition.name]
+            partition.run.partitions.pop(partition.name, None)
         if written:
             delete_directory(target)
+        try:
+            sync_directory(partition.run.directory)
+        except OSError as error:
+            raise storage_error(error, partition.directory) from error
         return len(partition.trajectories)
+
+    def is_released(self, partition: Partition) -> bool:
+        """Whether the catalog has another partition of this name, or none."""
+        return partition.run.partitions.get(partition.name) is not partition
 
     # -- opening
 
     def _open_run(self, directory: Path) -> None:
-        manifests = []
-        for path in sorted(directory.iterdir()) if directory.is_dir() else []:
-            if path.name.startswith(MANIFEST_PREFIX) and path.name.endswith(SEALED_SUFFIX):
-                try:
-                    manifests.append(open_sealed(path)[0])
-                except FormatError as error:
-                    set_aside(path, self.root, str(error))
-            elif path.name.startswith(MANIFEST_PREFIX) and path.name.endswith(OPEN_SUFFIX):
-                path.unlink()  # its registration was never acknowledged
-            elif path.name.startswith(RELEASED_PREFIX):
-                delete_directory(path)
-        partitions = [p for p in sorted(directory.iterdir()) if p.is_dir() and not p.name.startswith(RELEASED_PREFIX)]
-        headers = list(manifests)
-        loaded = []
-        for path in partitions:
-            segments = list(recover_directory(path, self.root))
-            headers.extend(header for _, header, _ in segments)
-            loaded.append((path, segments))
-        if not headers:
-            log.warning("run directory without a manifest or segment, ignored, path=%s", directory.name)
+        if not directory.is_dir():
+            set_aside(directory, self.root, "no run")
             return
-        run = Run(headers[0].run, headers[0].sites, directory)
-        self.runs[run.name] = run
-        for path, segments in loaded:
-            self._load_partition(run, path, segments)
-
-    def _load_partition(self, run: Run, path: Path, segments: list[tuple[Path, SegmentHeader, SegmentIndex]]) -> None:
-        for segment_path, header, index in segments:
-            if (header.run, header.sites) != (run.name, run.sites) or directory_name(header.partition) != path.name:
-                set_aside(segment_path, self.root, "it belongs to another run, site table or partition")
-                continue
-            partition = self.partition(run, header.partition)
-            partition.load(Segment(self._segment_number(), segment_path, index, segment_path.stat().st_size))
-            self._next_sequence[path] = max(self._next_sequence.get(path, 0), header.sequence + 1)
+        found = find_run(directory, self.root, delete_directory)
+        if found is None:
+            return
+        run = self.runs[found.name] = Run(found.name, found.sites, directory)
+        for name, (path, segments) in found.partitions.items():
+            partition = self.partition(run, name)
+            for segment_path, header, index in segments:
+                partition.load(Segment(self._segment_number(), segment_path, index, segment_path.stat().st_size))
+                self._next_sequence[path] = header.sequence + 1
+            partition.publish_all()
 
     def _segment_number(self) -> int:
         self._next_segment += 1
         return self._next_segment
+
+
+def _make_durable(path: Path) -> None:
+    """Create a directory and those above it; their entries survive a power cut."""
+    missing = [path]
+    while not missing[-1].exists():
+        missing.append(missing[-1].parent)
+    for directory in reversed(missing[:-1]):
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)
+    sync_directory(path.parent)
 
 
 def delete_directory(path: Path) -> None:

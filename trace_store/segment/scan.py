@@ -2,11 +2,13 @@
 
 An unfinished segment is an Arrow stream behind 8 bytes of magic. A crash leaves at most a torn tail; a power cut may
 also leave zeros or old blocks in it. The scan walks messages from the front, keeps every row whose checksum matches,
-and after anything unreadable looks for the next message marker, so that damage in the middle costs only its own rows.
+and after anything unreadable looks for the next readable batch, so that damage in the middle costs only its own rows.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +25,13 @@ from trace_store.segment.writer import index_rows
 
 MAGIC = b"ARROW1\0\0"
 _CONTINUATION = b"\xff\xff\xff\xff"
-_METADATA_BYTES_MAX = 64 << 20
+_END_OF_STREAM = _CONTINUATION + bytes(4)
+
+METADATA_BYTES_MAX = 64 << 10
+"""Largest header of a record batch; twelve columns take about 1 KiB."""
+
+_READ_BYTES = 64 << 10
+"""One bad sector costs this much of a segment, or the records that touch it."""
 
 _DECOMPRESSOR_ERRORS = (zstandard.ZstdError, MemoryError)
 
@@ -41,6 +49,17 @@ class Scan:
     """Unreadable bytes at the very end: what a crash leaves of a write that nobody was told had succeeded."""
 
 
+_kept = threading.local()
+
+
+def _decompressor() -> zstandard.ZstdDecompressor:
+    """One a thread: making it cost as much as decoding 10 KiB of scales."""
+    if not hasattr(_kept, "decompressor"):
+        _kept.decompressor = zstandard.ZstdDecompressor()
+    found: zstandard.ZstdDecompressor = _kept.decompressor
+    return found
+
+
 def decode_scales(encoding: int, stored: bytes | memoryview, expected_bytes: int) -> bytes | memoryview:
     """Block scales of a record as they were appended.
 
@@ -51,7 +70,10 @@ def decode_scales(encoding: int, stored: bytes | memoryview, expected_bytes: int
         decoded: bytes | memoryview = stored
     elif encoding == ENCODING_ZSTD:
         try:
-            decoded = zstandard.ZstdDecompressor().decompress(stored, max_output_size=max(expected_bytes, 1))
+            # Exactly one frame that says its size: a second frame, or one without a size, would be cut without a word.
+            if zstandard.get_frame_parameters(stored).content_size != expected_bytes:
+                raise DataLoss(f"scales have another size than their record, expected={expected_bytes}")
+            decoded = _decompressor().decompress(stored, allow_extra_data=False)
         except _DECOMPRESSOR_ERRORS as error:
             raise DataLoss(f"scales cannot be decompressed, cause={error}") from error
     else:
@@ -95,51 +117,92 @@ def scan_segment(path: Path) -> Scan:
     """Scan a segment file, sealed or not. The returned batches share the one buffer that the file was read into.
 
     Raises:
-        FormatError: not even the schema is readable; nothing can be kept.
-        StorageFailed: the disk failed. The file is read, not mapped, so that this is an error and no signal.
+        UnknownVersion: written by another version; leave it alone.
+        FormatError: no schema is readable, neither in front nor in the footer; nothing can be kept.
+        StorageFailed: the file cannot be opened. Parts that the disk cannot read count as damage.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise StorageFailed(f"a segment cannot be read, segment={path.name} cause={error.strerror}") from error
-    data, view = pa.py_buffer(content), memoryview(content)
-    if len(content) < len(MAGIC) + 8 or content[: len(MAGIC)] != MAGIC:
+    content, damage = _read_content(path)
+    data = pa.py_buffer(content)
+    if content[: len(MAGIC)] != MAGIC:
         raise FormatError(f"segment has no Arrow magic, segment={path.name} bytes={content[:8]!r}")
-    try:
-        message = pa.ipc.read_message(pa.BufferReader(data.slice(len(MAGIC))))
-        schema = pa.ipc.read_schema(message)
-    except (pa.ArrowException, OSError, EOFError) as error:
-        raise FormatError(f"segment schema is unreadable, segment={path.name} cause={error}") from error
-    scan = Scan(read_header(schema, path.name), SegmentIndex())
-    first = len(MAGIC) + _message_bytes(view, len(MAGIC))
+    schema, header, first = _read_schema(data, content, path.name)
+    scan = Scan(header, SegmentIndex(), damage=damage)
     for batch in _batches(data, content, first, schema, scan):
-        _keep_good_rows(batch, data.address, scan)
+        _keep_good_rows(batch, data, scan)
     return scan
 
 
-def _batches(data: pa.Buffer, content: bytes, offset: int, schema: pa.Schema, scan: Scan) -> Iterator[pa.RecordBatch]:
-    view = memoryview(content)
-    size = len(view)
-    while offset + 8 <= size:
-        metadata_bytes = int.from_bytes(view[offset + 4 : offset + 8], "little")
-        if bytes(view[offset : offset + 4]) == _CONTINUATION and metadata_bytes == 0:
-            return  # end of stream: the footer follows
-        batch, length = _read_batch(data, view, offset, schema)
-        if batch is not None:
-            yield batch
-            offset += length
-            continue
-        following = _next_marker(content, offset + 8)
-        if following == size:
-            scan.torn_bytes = size - offset
-            return
-        scan.damage.append(f"unreadable bytes dropped, offset={offset} bytes={following - offset}")
-        offset = following
+def _read_content(path: Path) -> tuple[bytearray, list[str]]:
+    """The file's bytes, zeros where the disk cannot read them, and a line for each such part.
+
+    Read and not mapped: a bad sector under a mapping kills the process with SIGBUS.
+    """
+    damage: list[str] = []
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageFailed(f"a segment cannot be read, segment={path.name} cause={error.strerror}") from error
+    try:
+        content = bytearray(os.fstat(descriptor).st_size)
+        view, offset = memoryview(content), 0
+        while offset < len(content):
+            part = view[offset : offset + _READ_BYTES]
+            try:
+                count = os.preadv(descriptor, [part], offset)
+            except OSError as error:
+                damage.append(f"unreadable on disk, offset={offset} bytes={len(part)} cause={error.strerror}")
+                count = len(part)
+            if count == 0:
+                break
+            offset += count
+    finally:
+        os.close(descriptor)
+    return content, damage
 
 
-def _read_batch(data: pa.Buffer, view: memoryview, offset: int, schema: pa.Schema) -> tuple[pa.RecordBatch | None, int]:
-    metadata_bytes = int.from_bytes(view[offset + 4 : offset + 8], "little")
-    if bytes(view[offset : offset + 4]) != _CONTINUATION or not 0 < metadata_bytes <= _METADATA_BYTES_MAX:
+def _read_schema(data: pa.Buffer, content: bytearray, name: str) -> tuple[pa.Schema, SegmentHeader, int]:
+    """Schema, header and the offset of the first record batch (after a damaged schema: where to look for one)."""
+    try:
+        message = pa.ipc.read_message(pa.BufferReader(data.slice(len(MAGIC))))
+        schema = pa.ipc.read_schema(message)
+        first = len(MAGIC) + 8 + int.from_bytes(content[len(MAGIC) + 4 : len(MAGIC) + 8], "little")
+        return schema, read_header(schema, name), first
+    except (pa.ArrowException, OSError, EOFError, ValueError, FormatError) as error:
+        front = error
+    try:
+        schema = pa.ipc.open_file(pa.BufferReader(data)).schema
+        return schema, read_header(schema, name), len(MAGIC)
+    except (pa.ArrowException, OSError, EOFError, ValueError):
+        if isinstance(front, FormatError):
+            raise front from None
+        raise FormatError(f"segment schema is unreadable, segment={name} cause={front}") from front
+
+
+def _batches(
+    data: pa.Buffer, content: bytearray, offset: int, schema: pa.Schema, scan: Scan
+) -> Iterator[pa.RecordBatch]:
+    size = len(content)
+    while offset < size:
+        if content[offset : offset + 8] == _END_OF_STREAM:
+            return  # the footer follows
+        batch, length = _read_batch(data, content, offset, schema)
+        if batch is None:
+            found = _next_batch(data, content, offset, schema)
+            if found is None:
+                scan.torn_bytes = size - offset
+                return
+            following, batch, length = found
+            scan.damage.append(f"unreadable bytes dropped, offset={offset} bytes={following - offset}")
+            offset = following
+        yield batch
+        offset += length
+
+
+def _read_batch(
+    data: pa.Buffer, content: bytearray, offset: int, schema: pa.Schema
+) -> tuple[pa.RecordBatch | None, int]:
+    metadata_bytes = int.from_bytes(content[offset + 4 : offset + 8], "little")
+    if content[offset : offset + 4] != _CONTINUATION or not 0 < metadata_bytes <= METADATA_BYTES_MAX:
         return None, 0
     try:
         message = pa.ipc.read_message(pa.BufferReader(data.slice(offset)))
@@ -150,34 +213,42 @@ def _read_batch(data: pa.Buffer, view: memoryview, offset: int, schema: pa.Schem
     return batch, 8 + metadata_bytes + (message.body.size if message.body is not None else 0)
 
 
-def _next_marker(content: bytes, offset: int) -> int:
-    """Position of the next possible message, 8-byte aligned, or the end of the file."""
-    position = (offset + 7) // 8 * 8
-    while True:
-        found = content.find(_CONTINUATION, position)
-        if found < 0:
-            return len(content)
-        if found % 8 == 0:
-            return found
-        position = found + 1
+def _next_batch(
+    data: pa.Buffer, content: bytearray, offset: int, schema: pa.Schema
+) -> tuple[int, pa.RecordBatch, int] | None:
+    """The first readable batch behind ``offset``, by its marker; messages start at multiples of 8.
+
+    Vectorised: codes of all ones look like a marker at every eighth byte.
+    """
+    begin = offset // 8 * 8 + 8
+    words = np.frombuffer(content, "<u4", count=max(len(content) - begin, 0) // 8 * 2, offset=min(begin, len(content)))
+    marks, sizes = words[0::2], words[1::2]
+    likely = (marks == 0xFFFF_FFFF) & (sizes > 0) & (sizes <= METADATA_BYTES_MAX) & (sizes % 8 == 0)
+    for position in (begin + 8 * np.flatnonzero(likely)).tolist():
+        batch, length = _read_batch(data, content, position, schema)
+        if batch is not None:
+            return position, batch, length
+    return None
 
 
-def _message_bytes(view: memoryview, offset: int) -> int:
-    return 8 + int.from_bytes(view[offset + 4 : offset + 8], "little")
+def _keep_good_rows(batch: pa.RecordBatch, data: pa.Buffer, scan: Scan) -> None:
+    def place(buffer: pa.Buffer) -> int:
+        position = int(buffer.address) - int(data.address)
+        if not 0 <= position <= data.size - buffer.size:
+            raise ValueError("values do not lie in the file, as in a compressed batch")
+        return position
 
-
-def _keep_good_rows(batch: pa.RecordBatch, base: int, scan: Scan) -> None:
+    if any(column.null_count for column in batch.columns):
+        scan.damage.append("record batch dropped, it holds nulls")
+        return
     try:
-        rows = index_rows(batch, lambda buffer: buffer.address - base, scan.index)
+        rows = index_rows(batch, place, scan.index)
         columns = [batch.column(name) for name in ("codes", "scales", "tensor_scales")]
-    except (pa.ArrowException, ValueError, KeyError, UnicodeDecodeError) as error:
+    except (pa.ArrowException, ValueError, KeyError) as error:
         scan.damage.append(f"record batch dropped, cause={error!r}")
         return
     good = np.ones(len(rows), bool)
     for position, row in enumerate(rows):
-        if row["kind"] == RowKind.INDEX:
-            good[position] = False
-            continue
         trajectory = scan.index.trajectories[int(row["trajectory"])]
         codes, scales, tensor = (memoryview(column[position].as_buffer()) for column in columns)
         try:
@@ -185,6 +256,8 @@ def _keep_good_rows(batch: pa.RecordBatch, base: int, scan: Scan) -> None:
         except DataLoss as error:
             good[position] = False
             scan.damage.append(f"row dropped: {error}")
+        if row["kind"] == RowKind.INDEX:
+            good[position] = False
     if good.any():
         scan.index.extend(rows[good])
         scan.batches.append(batch if good.all() else batch.filter(pa.array(good)))

@@ -7,15 +7,18 @@ release, the index) use the same columns, so that a stock Arrow reader opens eve
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import pyarrow as pa
+import xxhash
 
 from trace_store.errors import FormatError, InvalidRequest
 from trace_store.record import Site, check_site_table
 
 FORMAT_VERSION = "1"
+
+CHECKSUM_KEY = "trace_store.checksum"
 
 OPEN_SUFFIX = ".open"
 SEALED_SUFFIX = ".arrow"
@@ -54,31 +57,50 @@ class SegmentHeader:
     """Order among the segments of a partition that one server wrote."""
 
 
+class UnknownVersion(FormatError):
+    """The segment is whole and of a format version that this library does not know: leave it to one that does."""
+
+
 def make_schema(header: SegmentHeader) -> pa.Schema:
     """Schema with the segment's metadata, keys and values in UTF-8."""
-    return pa.schema(
-        FIELDS,
-        metadata={
-            "trace_store.format": FORMAT_VERSION,
-            "trace_store.run": header.run,
-            "trace_store.partition": header.partition,
-            "trace_store.server": header.server,
-            "trace_store.sequence": str(header.sequence),
-            "trace_store.sites": sites_json(header.sites),
-        },
-    )
+    metadata = {
+        "trace_store.format": FORMAT_VERSION,
+        "trace_store.run": header.run,
+        "trace_store.partition": header.partition,
+        "trace_store.server": header.server,
+        "trace_store.sequence": str(header.sequence),
+        "trace_store.sites": sites_json(header.sites),
+    }
+    return pa.schema(FIELDS, metadata={**metadata, CHECKSUM_KEY: metadata_checksum(metadata)})
+
+
+def metadata_checksum(metadata: Mapping[str, str]) -> str:
+    """xxh3-64 in 16 hex digits over ``key 00 value 00`` of every other ``trace_store.`` key, sorted by key.
+
+    One flipped bit in a site table would otherwise make every record of the segment look like another's.
+    """
+    keys = sorted(key for key in metadata if key.startswith("trace_store.") and key != CHECKSUM_KEY)
+    return xxhash.xxh3_64_hexdigest("".join(f"{key}\0{metadata[key]}\0" for key in keys).encode())
 
 
 def read_header(schema: pa.Schema, name: str) -> SegmentHeader:
     """Read a segment's metadata.
 
     Raises:
-        FormatError: the schema is not that of a segment of this version; names the segment and what differs.
+        UnknownVersion: a whole schema of another version.
+        FormatError: the schema is not that of a segment; names the segment and what differs.
     """
-    metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    try:
+        metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    except UnicodeDecodeError as error:
+        raise FormatError(f"segment metadata is no UTF-8, segment={name}") from error
     version = metadata.get("trace_store.format")
+    if version is None:
+        raise FormatError(f"file is no segment, it names no format version, file={name}")
+    if metadata.get(CHECKSUM_KEY) != metadata_checksum(metadata):
+        raise FormatError(f"segment metadata does not match its checksum, segment={name}")
     if version != FORMAT_VERSION:
-        raise FormatError(f"segment has an unknown format version, segment={name} version={version}")
+        raise UnknownVersion(f"segment has an unknown format version, segment={name} version={version}")
     if [(field.name, field.type) for field in schema] != list(COLUMNS):
         raise FormatError(f"segment has other columns than format {FORMAT_VERSION}, segment={name}")
     try:

@@ -4,8 +4,12 @@ pyarrow writes into a sink of ours that collects buffers and notes where each on
 batch then moves them, without a copy of codes. A write that fails part way is undone by truncation, so the file always
 ends after a whole record batch, or, after a crash, with one torn batch that recovery drops.
 
-States: open (``NAME.open``, a recoverable stream) -> sealed (``NAME.arrow``, immutable) or abandoned (a write or sync
-failed; what was written before stays readable, nothing is added).
+States, each left for good:
+
+    open        ``NAME.open``, a recoverable stream
+    sealed      ``NAME.arrow``, immutable
+    abandoned   a write failed: no row is added, the rows before it stand and can still be synced
+    doubtful    a sync failed: the kernel may have dropped rows that the page cache still shows; they must be copied
 """
 
 from __future__ import annotations
@@ -105,6 +109,9 @@ class SegmentWriter:
         self.index = SegmentIndex()
         self.written_bytes = 0
         self.abandoned: TraceStoreError | None = None
+        self.doubtful: TraceStoreError | None = None
+        self.discarded = False
+        """Set when the partition is released: what then fails on its removed files is no failure."""
         self._schema = make_schema(header)
         self._compressor = zstandard.ZstdCompressor(level=1)
         self._sink = _Sink()
@@ -117,12 +124,11 @@ class SegmentWriter:
             self._flush()
             sync_directory(directory)
         except (TraceStoreError, OSError) as error:
-            self.close()
-            self.path.unlink(missing_ok=True)
-            raise storage_error(error, self.path) if type(error) is OSError else error from None
+            self.remove()
+            raise error if isinstance(error, TraceStoreError) else storage_error(error, self.path) from error
 
-    def append_chunk(self, chunk: Chunk) -> npt.NDArray[np.void]:
-        """Write a checked chunk as one record batch and return its index rows.
+    def append_chunk(self, chunk: Chunk, compress: bool = True) -> npt.NDArray[np.void]:
+        """Write a checked chunk as one record batch and return its index rows. ``compress``: try zstd on scales.
 
         Raises:
             StorageFull, StorageFailed: nothing of the chunk is in the file.
@@ -134,7 +140,7 @@ class SegmentWriter:
         lengths: list[tuple[int, int]] = []
         for record in iterate_records(chunk, table):
             group, position = record.group, record.position
-            encoding, stored = self._encode_scales(record.scales)
+            encoding, stored = self._encode_scales(record.scales) if compress else (ENCODING_RAW, record.scales)
             keys.append(
                 (
                     group.trajectory,
@@ -168,17 +174,17 @@ class SegmentWriter:
         return self.append_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
 
     def append_control(
-        self, kind: RowKind, trajectory: str, attempt: int, start: int, stop: int
+        self, kind: RowKind, trajectory: str, attempt: int, start: int, stop: int, rows: int
     ) -> npt.NDArray[np.void]:
-        """Write a seal (start = prompt tokens, stop = tokens) or a release row."""
-        return self.append_batch(self._single_row(kind, trajectory, attempt, start, stop, b""))
+        """Write a seal (start = prompt tokens, stop = tokens, rows = token rows held over all sites) or a release."""
+        return self.append_batch(self._single_row(kind, trajectory, attempt, start, stop, b"", rows))
 
     def append_batch(self, batch: pa.RecordBatch) -> npt.NDArray[np.void]:
         """Write a record batch with the segment's columns and return its index rows."""
         if self.abandoned is not None:
             raise self.abandoned
         self._arrow.write_batch(batch)
-        places = dict(self._sink.places)
+        places = self._sink.places
         self._flush()
         rows = index_rows(batch, lambda buffer: places[buffer.address], self.index)
         self.index.extend(rows)
@@ -187,16 +193,15 @@ class SegmentWriter:
     def sync(self) -> None:
         """Make everything written so far survive a power cut.
 
-        A failed sync abandons the segment: the kernel may have dropped the dirty pages, so a second attempt on the
-        same file could succeed without the bytes.
+        A failed sync makes the segment doubtful for good: the kernel may have dropped the dirty pages, so a second
+        attempt on the same file could succeed without the bytes.
         """
-        if self.abandoned is not None:
-            raise self.abandoned
+        if self.doubtful is not None:
+            raise self.doubtful
         try:
             os.fdatasync(self.descriptor)
         except OSError as error:
-            self.abandoned = storage_error(error, self.path)
-            raise self.abandoned from error
+            raise self._doubt(error) from error
 
     def seal(self) -> Path:
         """Write index row and footer, sync, rename to the sealed name, sync the directory."""
@@ -210,13 +215,27 @@ class SegmentWriter:
         sealed = self.directory / (self.name + SEALED_SUFFIX)
         try:
             os.rename(self.path, sealed)
-            self.path = sealed
-            sync_directory(self.directory)
         except OSError as error:
             self.abandoned = storage_error(error, self.path)
             raise self.abandoned from error
+        self.path = sealed
+        try:
+            sync_directory(self.directory)
+        except OSError as error:
+            raise self._doubt(error) from error
         self.index.seal()
         return sealed
+
+    def _doubt(self, error: OSError) -> TraceStoreError:
+        self.doubtful = storage_error(error, self.path)
+        self.abandoned = self.abandoned or self.doubtful
+        return self.doubtful
+
+    def remove(self) -> None:
+        """Close and delete a file whose rows nobody needs; one that cannot be deleted is dropped at the next start."""
+        self.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Close the descriptor; an open segment stays recoverable."""
@@ -225,11 +244,11 @@ class SegmentWriter:
             self.descriptor = -1
 
     def _single_row(
-        self, kind: RowKind, trajectory: str, attempt: int, start: int, stop: int, codes: bytes
+        self, kind: RowKind, trajectory: str, attempt: int, start: int, stop: int, codes: bytes, rows: int = 0
     ) -> pa.RecordBatch:
         seed = trajectory_seed(self.header.run, self.header.partition, trajectory)
-        checksum = record_checksum(seed, attempt, 0, NO_SITE, start, stop, codes, b"", b"", kind)
-        values = [kind, trajectory, attempt, 0, NO_SITE, start, stop, codes, b"", ENCODING_RAW, b"", checksum]
+        checksum = record_checksum(seed, attempt, rows, NO_SITE, start, stop, codes, b"", b"", kind)
+        values = [kind, trajectory, attempt, rows, NO_SITE, start, stop, codes, b"", ENCODING_RAW, b"", checksum]
         arrays = [pa.array([value], type_) for value, (_, type_) in zip(values, COLUMNS, strict=True)]
         return pa.RecordBatch.from_arrays(arrays, schema=self._schema)
 
