@@ -20,7 +20,8 @@ import xxhash
 
 from trace_store.frame import Buffer
 
-_KEY = struct.Struct("<BIQIIII")
+KEY = struct.Struct("<BIQIIII")
+"""Hashed into s1: kind, attempt, policy version, site, start, stop, number of tensor scales."""
 
 
 class RowKind(enum.IntEnum):
@@ -55,6 +56,6 @@ def record_checksum(
 ) -> int:
     """Checksum of one row; ``seed`` is ``trajectory_seed`` of its trajectory, buffers are flat bytes."""
     digest = xxhash.xxh3_64_intdigest
-    key = _KEY.pack(kind, attempt, policy_version, site, start, stop, len(tensor_scales) // 4)
+    key = KEY.pack(kind, attempt, policy_version, site, start, stop, len(tensor_scales) // 4)
     state = digest(codes, digest(key, seed))
     return int(digest(tensor_scales, digest(scales, state)))

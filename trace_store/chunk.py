@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -57,8 +58,7 @@ class Chunk:
         return sum(len(group.sites) for group in self.groups)
 
 
-@dataclass(frozen=True)
-class RecordView:
+class RecordView(NamedTuple):
     """One record of a chunk: its place in the group and views of its bytes."""
 
     group: RecordGroup

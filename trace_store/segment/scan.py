@@ -122,10 +122,15 @@ def scan_segment(path: Path) -> Scan:
         StorageFailed: the file cannot be opened. Parts that the disk cannot read count as damage.
     """
     content, damage = _read_content(path)
+    return scan_content(content, path.name, damage)
+
+
+def scan_content(content: bytearray, name: str, damage: list[str]) -> Scan:
+    """The same for a file's bytes, with the lines of damage that reading them gave."""
     data = pa.py_buffer(content)
     if content[: len(MAGIC)] != MAGIC:
-        raise FormatError(f"segment has no Arrow magic, segment={path.name} bytes={content[:8]!r}")
-    schema, header, first = _read_schema(data, content, path.name)
+        raise FormatError(f"segment has no Arrow magic, segment={name} bytes={content[:8]!r}")
+    schema, header, first = _read_schema(data, content, name)
     scan = Scan(header, SegmentIndex(), damage=damage)
     for batch in _batches(data, content, first, schema, scan):
         _keep_good_rows(batch, data, scan)
