@@ -21,12 +21,16 @@ class AppendResult:
 
 @dataclass
 class AppendCommand:
-    """Store a chunk; answered at ``durability``. ``on_left_queue`` is called once its bytes need no memory any more."""
+    """Store a chunk; answered at ``durability``. ``on_left_queue`` is called once its bytes need no memory any more.
+
+    ``in_arena``: the bytes are in a client's arena, whose size bounds them.
+    """
 
     partition: Partition
     chunk: Chunk
     durability: str
     on_left_queue: Callable[[], None] | None = None
+    in_arena: bool = False
     future: Future[AppendResult] = field(default_factory=Future)
 
     @property

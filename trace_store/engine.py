@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+import numpy as np
+
 from trace_store.catalog import Partition, Run
 from trace_store.chunk import Chunk
 from trace_store.commands import AppendCommand, AppendResult, ReleaseCommand, RollCommand, SealCommand
@@ -82,6 +84,15 @@ class Read:
         for item in undelivered:
             self._miss(pieces, item.position, item.reason)
         return [item.position for item in undelivered]
+
+    def policy_versions(self, pieces: ReadPlan) -> list[int]:
+        """Weights that produced each piece."""
+        versions = np.zeros(len(pieces.row), np.uint64)
+        for number in np.unique(pieces.segment):
+            chosen = pieces.segment == number
+            versions[chosen] = self._segments[int(number)].index.rows["policy_version"][pieces.row[chosen]]
+        found: list[int] = versions.tolist()
+        return found
 
     def close(self) -> None:
         for segment in self._segments.values():
@@ -145,10 +156,14 @@ class Engine:
         chunk: Chunk,
         durability: str = "synced",
         on_left_queue: Callable[[], None] | None = None,
+        in_arena: bool = False,
     ) -> Future[AppendResult]:
-        """Store a chunk; the future is done at ``durability``. Raises NotFound; the future raises the rest."""
+        """Store a chunk; the future is done at ``durability``. Raises NotFound; the future raises the rest.
+
+        ``in_arena``: the chunk's bytes are in memory that somebody else bounds, so the queue takes it at once.
+        """
         check_durability(durability)
-        command = AppendCommand(self._partition(run, partition), chunk, durability, on_left_queue)
+        command = AppendCommand(self._partition(run, partition), chunk, durability, on_left_queue, in_arena)
         self._shard.submit(command)
         return command.future
 

@@ -58,7 +58,7 @@ def file_order(plan: ReadPlan, segments: Mapping[int, OpenSegment]) -> ReadPlan:
 def select(plan: ReadPlan, pieces: npt.NDArray[np.intp] | slice) -> ReadPlan:
     """The plan of some of its pieces."""
     columns = (plan.segment, plan.row, plan.site, plan.skip, plan.rows, plan.dest_row, plan.span)
-    return ReadPlan(*[column[pieces] for column in columns], plan.missing)
+    return ReadPlan(*[column[pieces] for column in columns], missing=plan.missing)
 
 
 def gather(

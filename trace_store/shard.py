@@ -70,7 +70,7 @@ class Shard:
     def __init__(self, volume: Volume, clock: Callable[[], float] = time.monotonic) -> None:
         self._volume, self._clock = volume, clock
         self._queue: deque[Command] = deque()
-        self._queued_bytes = 0
+        self._queued_bytes = self._arena_bytes = 0
         self._changed = threading.Condition()
         self._closing = False
         self._open: dict[int, _Open] = {}
@@ -93,13 +93,14 @@ class Shard:
         return self._repairs.refusal
 
     def submit(self, command: Command) -> None:
-        """Queue a command; blocks while the queue is full.
+        """Queue a command; blocks while the queue is full, unless the bytes are in an arena.
 
         Raises:
             Unavailable: the store is closing.
         """
         with self._changed:
-            while self._queued_bytes > QUEUE_BYTES_MAX and not self._closing:
+            arena_bytes = _arena_bytes(command)
+            while not arena_bytes and self._queued_bytes - self._arena_bytes > QUEUE_BYTES_MAX and not self._closing:
                 self._changed.wait()
             if self._closing:
                 raise Unavailable("the store is closing")
@@ -107,6 +108,7 @@ class Shard:
             command.future.set_running_or_notify_cancel()
             self._queue.append(command)
             self._queued_bytes += command.queue_bytes
+            self._arena_bytes += arena_bytes
             self._changed.notify_all()
         if _answered_at_once(command):
             command.future.set_result(AppendResult(command.chunk.records, 0))
@@ -160,6 +162,7 @@ class Shard:
     def _leave_queue(self, command: Command) -> None:
         with self._changed:
             self._queued_bytes -= command.queue_bytes
+            self._arena_bytes -= _arena_bytes(command)
             self._changed.notify_all()
         if isinstance(command, AppendCommand) and command.on_left_queue is not None:
             try:
@@ -336,6 +339,10 @@ class Shard:
             if tail is not None and tail.writer is writer:
                 del self._open[id(place[0])]
         self._syncer.discard(writer)
+
+
+def _arena_bytes(command: Command) -> int:
+    return command.queue_bytes if isinstance(command, AppendCommand) and command.in_arena else 0
 
 
 def _answered_at_once(command: Command) -> TypeGuard[AppendCommand]:

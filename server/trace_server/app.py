@@ -16,7 +16,7 @@ import signal
 import socket
 import stat
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from trace_server.arena import Arenas
 from trace_server.http import HttpServer
 from trace_server.metrics import Metrics
 from trace_server.service import TraceStoreService
 from trace_server.status import abort
+from trace_store.arena import arena_directory
 from trace_store.engine import Engine
 from trace_store.errors import InvalidRequest, StorageFailed, Unauthenticated
 from trace_store.limits import FRAME_BYTES_MAX
@@ -57,6 +59,8 @@ class Listen:
         token: bearer token that every call must carry, or empty.
         tls_certificate, tls_key: PEM files; both or none.
         tls_client_ca: PEM file; clients must then show a certificate that it signed.
+        arena_directory: tmpfs directory for memory shared with clients on this host, None to share none.
+        arena_bytes_max: what all arenas together may take; None is half of the tmpfs.
     """
 
     address: str
@@ -65,6 +69,8 @@ class Listen:
     tls_certificate: Path | None = None
     tls_key: Path | None = None
     tls_client_ca: Path | None = None
+    arena_directory: Path | None = field(default_factory=arena_directory)
+    arena_bytes_max: int | None = None
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -94,6 +100,7 @@ class Server:
 
     def __init__(self, engine: Engine, listen: Listen) -> None:
         self._engine, self._listen = engine, listen
+        self._arenas = Arenas(listen.arena_directory, listen.arena_bytes_max)
         self._grpc: Any = None
         self._health: Any = None
         self._service: Any = None
@@ -121,7 +128,7 @@ class Server:
                 ("grpc.so_reuseport", 0),  # a second server on a taken port must fail, not share it
             ],
         )
-        self._service = TraceStoreService(self._engine, metrics)
+        self._service = TraceStoreService(self._engine, metrics, self._arenas)
         self._grpc.add_generic_rpc_handlers((self._service.generic_handler(),))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 from typing import Any
 
+from trace_server.arena import Arenas
 from trace_server.flow import CREDIT_BYTES, ByteBudget
 from trace_server.futures import wait_for
 from trace_server.metrics import Metrics
@@ -28,13 +30,20 @@ MESSAGES_UNANSWERED_MAX = 256
 
 _Pending = tuple[int, float, "asyncio.Future[AppendResult] | TraceStoreError"]
 
+_RELEASED: tuple[()] = ()
+"""In place of a pending answer: tell the client which ranges of its arena are free."""
+
 
 class AppendStream:
     """One open stream. ``answers`` yields the encoded answers."""
 
-    def __init__(self, engine: Engine, budget: ByteBudget, metrics: Metrics) -> None:
-        self._engine, self._budget, self._metrics = engine, budget, metrics
-        self._pending: asyncio.Queue[_Pending | TraceStoreError | None] = asyncio.Queue(MESSAGES_UNANSWERED_MAX)
+    def __init__(self, engine: Engine, budget: ByteBudget, metrics: Metrics, arenas: Arenas) -> None:
+        self._engine, self._budget, self._metrics, self._arenas = engine, budget, metrics, arenas
+        self._released_through = 0
+        self._loop = asyncio.get_running_loop()
+        self._pending: asyncio.Queue[_Pending | tuple[()] | TraceStoreError | None] = asyncio.Queue(
+            MESSAGES_UNANSWERED_MAX
+        )
         self._reader: asyncio.Task[None] | None = None
         self._run = self._partition = self._durability = ""
         self._table: tuple[Site, ...] = ()
@@ -52,7 +61,9 @@ class AppendStream:
             while (pending := await self._pending.get()) is not None:
                 if isinstance(pending, TraceStoreError):
                     raise pending
-                yield (await self._answer(*pending)).SerializeToString()
+                answer = await self._answer(*pending) if pending else service_pb2.AppendResponse()
+                answer.released_through = self._released_through
+                yield answer.SerializeToString()
         finally:
             self._metrics.streams.dec()
             if not reader.done():
@@ -99,21 +110,40 @@ class AppendStream:
                 f"append messages are numbered from 1 on, sequence={header.sequence} expected={expected}",
                 argument="sequence",
             )
+        in_arena = header.HasField("arena")
         try:
+            if in_arena:
+                payload = self._arena_payload(header.arena, payload)
             chunk = wire.chunk_from_wire(header, payload, self._table)
         except TraceStoreError as error:
             return expected, arrived, error
         size = payload.nbytes
-        await self._budget.take(size)
+        if not in_arena:
+            await self._budget.take(size)
+        left_queue = partial(self._left_arena, expected) if in_arena else partial(self._budget.give_back, size)
         try:
-            future = self._engine.append(
-                self._run, self._partition, chunk, self._durability, lambda: self._budget.give_back(size)
-            )
+            future = self._engine.append(self._run, self._partition, chunk, self._durability, left_queue, in_arena)
         except TraceStoreError as error:
-            self._budget.give_back(size)
+            if not in_arena:  # an error answers for its own range alone
+                left_queue()
             return expected, arrived, error
         self._metrics.append_bytes.inc(size)
         return expected, arrived, wait_for(future)
+
+    def _arena_payload(self, named: Any, payload: memoryview) -> memoryview:
+        if payload.nbytes:
+            raise InvalidRequest("a message has its payload in the arena or in itself, not both", argument="arena")
+        return self._arenas.range(named)
+
+    def _left_arena(self, sequence: int) -> None:
+        """The shard's thread: the bytes of request ``sequence``, and of all before it, are read for the last time."""
+        self._loop.call_soon_threadsafe(self._release, sequence)
+
+    def _release(self, sequence: int) -> None:
+        self._released_through = max(self._released_through, sequence)
+        # An answer that waits its turn says it too; at durability written and synced the answer itself is enough.
+        if self._durability == "memory" and self._pending.empty():
+            self._pending.put_nowait(_RELEASED)
 
     async def _answer(
         self, sequence: int, arrived: float, outcome: asyncio.Future[AppendResult] | TraceStoreError

@@ -56,6 +56,17 @@ def parser() -> argparse.ArgumentParser:
         "--tls-client-ca", default=environment("TLS_CLIENT_CA"), help="PEM CA: clients need certificates"
     )
     result.add_argument(
+        "--arena-dir",
+        default=environment("ARENA_DIR", "/dev/shm"),
+        help="tmpfs directory for memory shared with clients on this host, '' for none",
+    )
+    result.add_argument(
+        "--arena-mib",
+        type=int,
+        default=environment("ARENA_MIB"),
+        help="most memory shared with clients in MiB (default: half of the tmpfs)",
+    )
+    result.add_argument(
         "--ready-file", default=environment("READY_FILE"), help="file that gets the address once serving"
     )
     result.add_argument("--log-level", default=environment("LOG_LEVEL", "info"), help=f"one of {', '.join(LOG_LEVELS)}")
@@ -107,6 +118,8 @@ def _listen(arguments: argparse.Namespace) -> Listen:
         address=arguments.listen,
         metrics_address=arguments.metrics,
         token=token,
+        arena_directory=path(arguments.arena_dir),
+        arena_bytes_max=arguments.arena_mib << 20 if arguments.arena_mib is not None else None,
         tls_certificate=path(arguments.tls_certificate),
         tls_key=path(arguments.tls_key),
         tls_client_ca=path(arguments.tls_client_ca),

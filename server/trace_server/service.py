@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -13,13 +14,14 @@ from google.protobuf.message import DecodeError
 
 from trace_server import listing, read
 from trace_server.append import AppendStream
+from trace_server.arena import ATTACH_TIMEOUT_S, Arenas
 from trace_server.flow import ByteBudget
 from trace_server.futures import wait_for
 from trace_server.metrics import Metrics
 from trace_server.status import abort
 from trace_store import wire
-from trace_store.engine import Engine
-from trace_store.errors import InvalidRequest, StorageFailed, TraceStoreError
+from trace_store.engine import Engine, Read
+from trace_store.errors import DeadlineExceeded, InvalidRequest, StorageFailed, TraceStoreError
 from trace_store.record import check_name
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 from trace_store.version import VERSION
@@ -28,8 +30,8 @@ from trace_store.version import VERSION
 class TraceStoreService:
     """Handlers of one server; ``generic_handler`` registers them."""
 
-    def __init__(self, engine: Engine, metrics: Metrics) -> None:
-        self._engine, self._metrics = engine, metrics
+    def __init__(self, engine: Engine, metrics: Metrics, arenas: Arenas) -> None:
+        self._engine, self._metrics, self._arenas = engine, metrics, arenas
         self._budget = ByteBudget()
         self._streams: set[AppendStream] = set()
 
@@ -50,6 +52,7 @@ class TraceStoreService:
             for name, (method, request) in unary.items()
         }
         handlers["Append"] = grpc.stream_stream_rpc_method_handler(self.append)
+        handlers["AttachArena"] = grpc.stream_stream_rpc_method_handler(self.attach_arena)
         handlers["Read"] = grpc.unary_stream_rpc_method_handler(self.read)
         return grpc.method_handlers_generic_handler(wire.SERVICE, handlers)
 
@@ -83,7 +86,7 @@ class TraceStoreService:
         return service_pb2.DescribeRunResponse(sites=[wire.site_to_wire(site) for site in sites])
 
     async def append(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        stream = AppendStream(self._engine, self._budget, self._metrics)
+        stream = AppendStream(self._engine, self._budget, self._metrics, self._arenas)
         self._streams.add(stream)
         try:
             async with aclosing(stream.answers(requests)) as answers:
@@ -126,15 +129,73 @@ class TraceStoreService:
             await self._refuse(context, error, run)
             return
         with opened:
-            pieces = read.frames(opened)
-            while (item := await asyncio.to_thread(next, pieces, None)) is not None:
-                encoded, size, rows = item
-                self._metrics.read_bytes.inc(size)
-                self._metrics.read_rows.inc(rows)
-                yield encoded
+            try:
+                if request.HasField("target"):
+                    async for encoded in self._read_into_arena(opened, request):
+                        yield encoded
+                else:
+                    async with aclosing(self._read_frames(opened, run)) as frames:
+                        async for encoded in frames:
+                            yield encoded
+            except TraceStoreError as error:
+                await self._refuse(context, error, run)
+                return
         for missing in opened.missing:
             self._metrics.missing_rows.labels(missing.reason.name.lower()).inc(missing.stop - missing.start)
         self._metrics.read_seconds.observe(time.perf_counter() - started)
+
+    async def _read_frames(self, opened: Read, run: str) -> AsyncGenerator[bytes, None]:
+        pieces = read.frames(opened, self._engine.sites(run))
+        made = asyncio.ensure_future(read.on_thread(next, pieces, None))
+        try:
+            while (item := await made) is not None:
+                encoded, size, rows = item
+                made = asyncio.ensure_future(read.on_thread(next, pieces, None))  # while gRPC sends this one
+                self._metrics.read_bytes.inc(size)
+                self._metrics.read_rows.inc(rows)
+                yield encoded
+        finally:
+            await asyncio.wait([made])  # it reads from files that the caller closes next
+
+    async def _read_into_arena(self, opened: Read, request: Any) -> AsyncGenerator[bytes, None]:
+        arena = self._arenas.whole(request.target.arena)
+        spans = [wire.span_from_wire(span) for span in request.spans]
+        table = self._engine.sites(request.run)
+        size, rows = await read.fill_arena(opened, spans, list(request.sites), table, arena, request.target)
+        self._metrics.read_bytes.inc(size)
+        self._metrics.read_rows.inc(rows)
+        for encoded in read.missing_frames(opened):
+            yield encoded
+
+    async def attach_arena(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        """One arena for as long as the call lasts; it ends when the client ends it or dies."""
+        messages = aiter(requests)
+        arena = None
+        try:
+            asked = await anext(messages, None)
+            if asked is None:
+                return
+            size = _parse(service_pb2.AttachArenaRequest, asked).size_bytes
+            arena = await asyncio.to_thread(self._arenas.offer, size)
+            yield service_pb2.AttachArenaResponse(
+                name=arena.path.name, size_bytes=arena.size, owner_uid=os.getuid()
+            ).SerializeToString()
+            try:
+                proof = await asyncio.wait_for(anext(messages, None), ATTACH_TIMEOUT_S)
+            except asyncio.TimeoutError:
+                raise DeadlineExceeded(f"no secret within {ATTACH_TIMEOUT_S:g} s") from None
+            if proof is None:
+                return  # the client cannot open the file: another host or user
+            secret = _parse(service_pb2.AttachArenaRequest, proof).secret
+            await read.on_thread(self._arenas.attach, arena, secret)
+            yield service_pb2.AttachArenaResponse(arena=arena.id).SerializeToString()
+            while await anext(messages, None) is not None:
+                pass
+        except TraceStoreError as error:
+            await self._refuse(context, error)
+        finally:
+            if arena is not None:
+                self._arenas.drop(arena)
 
     def _start_read(self, request: Any) -> Any:
         return self._engine.read(

@@ -82,15 +82,27 @@ class RecordGroup(_message.Message):
     checksums: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, trajectory: _Optional[str] = ..., attempt: _Optional[int] = ..., policy_version: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., sites: _Optional[_Iterable[int]] = ..., scale_per_token: _Optional[_Iterable[bool]] = ..., checksums: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class ArenaRange(_message.Message):
+    __slots__ = ("arena", "offset_bytes", "length_bytes")
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_BYTES_FIELD_NUMBER: _ClassVar[int]
+    arena: bytes
+    offset_bytes: int
+    length_bytes: int
+    def __init__(self, arena: _Optional[bytes] = ..., offset_bytes: _Optional[int] = ..., length_bytes: _Optional[int] = ...) -> None: ...
+
 class AppendHeader(_message.Message):
-    __slots__ = ("sequence", "open", "groups")
+    __slots__ = ("sequence", "open", "groups", "arena")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     open: AppendOpen
     groups: _containers.RepeatedCompositeFieldContainer[RecordGroup]
-    def __init__(self, sequence: _Optional[int] = ..., open: _Optional[_Union[AppendOpen, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[RecordGroup, _Mapping]]] = ...) -> None: ...
+    arena: ArenaRange
+    def __init__(self, sequence: _Optional[int] = ..., open: _Optional[_Union[AppendOpen, _Mapping]] = ..., groups: _Optional[_Iterable[_Union[RecordGroup, _Mapping]]] = ..., arena: _Optional[_Union[ArenaRange, _Mapping]] = ...) -> None: ...
 
 class AppendRequest(_message.Message):
     __slots__ = ("header", "payload")
@@ -101,18 +113,20 @@ class AppendRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[AppendHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class AppendResponse(_message.Message):
-    __slots__ = ("sequence", "stored", "duplicates", "error", "credit_bytes")
+    __slots__ = ("sequence", "stored", "duplicates", "error", "credit_bytes", "released_through")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     DUPLICATES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_THROUGH_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     stored: int
     duplicates: int
     error: _record_pb2.ErrorDetail
     credit_bytes: int
-    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[int] = ..., duplicates: _Optional[int] = ..., error: _Optional[_Union[_record_pb2.ErrorDetail, _Mapping]] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
+    released_through: int
+    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[int] = ..., duplicates: _Optional[int] = ..., error: _Optional[_Union[_record_pb2.ErrorDetail, _Mapping]] = ..., credit_bytes: _Optional[int] = ..., released_through: _Optional[int] = ...) -> None: ...
 
 class SealRequest(_message.Message):
     __slots__ = ("run", "partition", "trajectory", "attempt", "tokens", "prompt_tokens", "allow_holes")
@@ -138,21 +152,37 @@ class SealResponse(_message.Message):
     receipt: _record_pb2.Receipt
     def __init__(self, receipt: _Optional[_Union[_record_pb2.Receipt, _Mapping]] = ...) -> None: ...
 
+class ReadTarget(_message.Message):
+    __slots__ = ("arena", "rows", "codes_offsets", "scales_offsets", "tensor_scales_offsets")
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    CODES_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    SCALES_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_SCALES_OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    arena: bytes
+    rows: int
+    codes_offsets: _containers.RepeatedScalarFieldContainer[int]
+    scales_offsets: _containers.RepeatedScalarFieldContainer[int]
+    tensor_scales_offsets: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, arena: _Optional[bytes] = ..., rows: _Optional[int] = ..., codes_offsets: _Optional[_Iterable[int]] = ..., scales_offsets: _Optional[_Iterable[int]] = ..., tensor_scales_offsets: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class ReadRequest(_message.Message):
-    __slots__ = ("run", "partition", "spans", "sites", "include_open", "policy_version_min")
+    __slots__ = ("run", "partition", "spans", "sites", "include_open", "policy_version_min", "target")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     SITES_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_OPEN_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     run: str
     partition: str
     spans: _containers.RepeatedCompositeFieldContainer[_record_pb2.TokenSpan]
     sites: _containers.RepeatedScalarFieldContainer[int]
     include_open: bool
     policy_version_min: int
-    def __init__(self, run: _Optional[str] = ..., partition: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[_record_pb2.TokenSpan, _Mapping]]] = ..., sites: _Optional[_Iterable[int]] = ..., include_open: bool = ..., policy_version_min: _Optional[int] = ...) -> None: ...
+    target: ReadTarget
+    def __init__(self, run: _Optional[str] = ..., partition: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[_record_pb2.TokenSpan, _Mapping]]] = ..., sites: _Optional[_Iterable[int]] = ..., include_open: bool = ..., policy_version_min: _Optional[int] = ..., target: _Optional[_Union[ReadTarget, _Mapping]] = ...) -> None: ...
 
 class MissingRows(_message.Message):
     __slots__ = ("span", "site", "start", "stop", "reason")
@@ -189,6 +219,26 @@ class ReadResponse(_message.Message):
     header: ReadHeader
     payload: bytes
     def __init__(self, header: _Optional[_Union[ReadHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
+
+class AttachArenaRequest(_message.Message):
+    __slots__ = ("size_bytes", "secret")
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    size_bytes: int
+    secret: bytes
+    def __init__(self, size_bytes: _Optional[int] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class AttachArenaResponse(_message.Message):
+    __slots__ = ("name", "size_bytes", "owner_uid", "arena")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    OWNER_UID_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    size_bytes: int
+    owner_uid: int
+    arena: bytes
+    def __init__(self, name: _Optional[str] = ..., size_bytes: _Optional[int] = ..., owner_uid: _Optional[int] = ..., arena: _Optional[bytes] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("run", "partition", "trajectories")
