@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -32,6 +32,7 @@ _VECTOR_MAX = 512
 """Views of one preadv; Linux takes 1024."""
 
 _COLUMNS = ("codes", "scales", "tensor")
+_PLAN_COLUMNS = ("segment", "row", "site", "skip", "rows", "dest_row", "span")
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,7 @@ def file_order(plan: ReadPlan, segments: Mapping[int, OpenSegment]) -> ReadPlan:
 
 def select(plan: ReadPlan, pieces: npt.NDArray[np.intp] | slice) -> ReadPlan:
     """The plan of some of its pieces."""
-    columns = (plan.segment, plan.row, plan.site, plan.skip, plan.rows, plan.dest_row, plan.span)
-    return ReadPlan(*[column[pieces] for column in columns], missing=plan.missing)
+    return replace(plan, **{name: getattr(plan, name)[pieces] for name in _PLAN_COLUMNS})
 
 
 def gather(
