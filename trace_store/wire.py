@@ -146,7 +146,26 @@ def append_open_frame(run: str, partition: str, durability: str) -> bytes:
 
 def append_frame(sequence: int, groups: Sequence[RecordGroup], parts: Sequence[frame.Buffer]) -> bytes:
     """AppendRequest of records; ``parts`` are all codes, all scales, all tensor scales, in order."""
-    header = service_pb2.AppendHeader(
+    return frame.encode(_append_header(sequence, groups).SerializeToString(), parts)
+
+
+def append_arena_frame(sequence: int, groups: Sequence[RecordGroup], arena: bytes, offset: int, length: int) -> bytes:
+    """AppendRequest of records whose payload lies in an arena."""
+    header = _append_header(sequence, groups)
+    header.arena.arena, header.arena.offset_bytes, header.arena.length_bytes = arena, offset, length
+    return frame.encode(header.SerializeToString(), ())
+
+
+def renumber_append(message: bytes, sequence: int) -> bytes:
+    """The same AppendRequest for another stream."""
+    encoded, payload = frame.decode(message)
+    header = _parse(service_pb2.AppendHeader, encoded)
+    header.sequence = sequence
+    return frame.encode(header.SerializeToString(), (payload,))
+
+
+def _append_header(sequence: int, groups: Sequence[RecordGroup]) -> Any:
+    return service_pb2.AppendHeader(
         sequence=sequence,
         groups=[
             service_pb2.RecordGroup(
@@ -162,7 +181,6 @@ def append_frame(sequence: int, groups: Sequence[RecordGroup], parts: Sequence[f
             for group in groups
         ],
     )
-    return frame.encode(header.SerializeToString(), parts)
 
 
 def parse_append(message: bytes) -> tuple[Any, memoryview]:

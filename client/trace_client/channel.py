@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from trace_client.arena import Arenas
 from trace_store import wire
 from trace_store.errors import (
     DeadlineExceeded,
@@ -60,7 +61,7 @@ class Tls:
 class Channel:
     """One gRPC channel and its stubs. Thread-safe. Bulk methods carry raw frames."""
 
-    def __init__(self, target: str, tls: Tls | None, token: str | None) -> None:
+    def __init__(self, target: str, tls: Tls | None, token: str | None, arena: str = "off") -> None:
         if not isinstance(target, str) or not target or (":" not in target and not target.startswith("unix:")):
             raise InvalidRequest(f"target must be host:port or unix:/path, got={target!r}", argument="target")
         self.target = target
@@ -99,6 +100,8 @@ class Channel:
             )
         }
         self._append = self._channel.stream_stream(prefix + "Append")
+        self._attach_arena = self._channel.stream_stream(prefix + "AttachArena")
+        self.arenas = Arenas(self._arena_call, self.error, arena)
         self._read = self._channel.unary_stream(prefix + "Read", lambda message: message.SerializeToString())
 
     def close(self) -> None:
@@ -145,6 +148,10 @@ class Channel:
     def append_stream(self, requests: Any) -> Any:
         """Open an Append stream; iterating it gives encoded AppendResponse messages."""
         return self._append(requests, metadata=self._metadata)
+
+    def _arena_call(self, requests: Any) -> Any:
+        self.check_usable()
+        return self._attach_arena(requests, metadata=self._metadata)
 
     def read_stream(self, request: Any, timeout_s: float | None) -> Any:
         """Open a Read stream; iterating it gives frames."""

@@ -6,14 +6,21 @@ by mistake gives NaN and not a plausible number, and codes and scales are whatev
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from trace_client.arena import Arena, Arenas
 from trace_store.errors import DataLoss
 from trace_store.record import Site, TokenSpan
+
+ALIGNMENT = 64
+"""Of every array: a cache line, and what device copies like."""
+
+GROWTH_BYTES = 1 << 20
 
 REASONS = {
     1: "unknown trajectory",
@@ -58,70 +65,147 @@ class Microbatch:
     tensor_scales: dict[Site, npt.NDArray[np.float32]] = field(default_factory=dict)
     valid: dict[Site, npt.NDArray[np.bool_]] = field(default_factory=dict)
     missing: list[MissingRows] = field(default_factory=list)
+    all_valid: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), np.bool_), repr=False)
+    """Rows of ``valid`` under each other, bool [sites, rows]."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a microbatch lie in one flat memory: byte offsets, one a site.
+
+    Attributes:
+        rows: rows of every array.
+        sites: the sites, in the order of the offsets.
+        size: bytes in all.
+    """
+
+    rows: int
+    sites: tuple[Site, ...]
+    codes: tuple[int, ...]
+    scales: tuple[int, ...]
+    tensors: tuple[int, ...]
+    size: int
+
+
+def plan_layout(sites: Sequence[Site], rows: int) -> Layout:
+    """Codes of all sites, then all scales, then all tensor scales; every array starts at a multiple of 64."""
+    offset = 0
+    columns: list[list[int]] = []
+    for row_bytes in ([s.code_bytes for s in sites], [s.scale_bytes for s in sites], [4] * len(sites)):
+        columns.append([])
+        for size in row_bytes:
+            columns[-1].append(offset)
+            offset += -(-size * rows // ALIGNMENT) * ALIGNMENT
+    codes, scales, tensors = map(tuple, columns)
+    return Layout(rows, tuple(sites), codes, scales, tensors, offset)
+
+
+def view_microbatch(memory: npt.NDArray[np.uint8], layout: Layout) -> Microbatch:
+    """A microbatch over ``memory`` (at least ``layout.size`` bytes) with every row invalid."""
+    rows, result = layout.rows, Microbatch(layout.rows)
+    result.all_valid = np.zeros((len(layout.sites), rows), np.bool_)
+    for position, site in enumerate(layout.sites):
+        code, scale, tensor = layout.codes[position], layout.scales[position], layout.tensors[position]
+        codes = memory[code : code + rows * site.code_bytes]
+        result.planes[site] = codes.reshape(rows, *site.code_form.row_shape(site.width))
+        result.scales[site] = memory[scale : scale + rows * site.scale_bytes].reshape(rows, site.scale_bytes)
+        result.tensor_scales[site] = memory[tensor : tensor + 4 * rows].view(np.float32)
+        result.valid[site] = result.all_valid[position]
+    if layout.sites:
+        memory[layout.tensors[0] : layout.size].view(np.float32).fill(np.nan)
+    return result
 
 
 class Buffers:
     """Memory of one microbatch, kept from read to read and grown when a larger one comes.
 
     Reusing it matters: first-touch pages cost 0.7 GB/s against 10 GB/s for touched ones on a small virtual machine.
+    On the same host the memory is an arena, which the server fills.
     """
 
     def __init__(self) -> None:
-        self._arrays: dict[tuple[Site, str], npt.NDArray[np.uint8]] = {}
+        self._memory: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._arena: Arena | None = None
 
-    def microbatch(self, sites: Sequence[Site], rows: int) -> Microbatch:
-        """A microbatch over the buffers with every row invalid."""
-        result = Microbatch(rows)
-        for site in sites:
-            codes = self._array(site, "codes", rows * site.code_bytes)
-            result.planes[site] = codes.reshape(rows, *site.code_form.row_shape(site.width))
-            result.scales[site] = self._array(site, "scales", rows * site.scale_bytes).reshape(rows, site.scale_bytes)
-            result.tensor_scales[site] = self._array(site, "tensor", 4 * rows).view(np.float32)
-            result.tensor_scales[site].fill(np.nan)
-            result.valid[site] = self._array(site, "valid", rows).view(np.bool_)
-            result.valid[site].fill(False)
-        return result
+    def memory(self, size: int) -> npt.NDArray[np.uint8]:
+        """``size`` bytes of process memory or more, as a new array object."""
+        if self._memory.size < size:
+            self._memory = np.zeros(size, np.uint8)
+        return np.frombuffer(self._memory.data, np.uint8)
 
-    def _array(self, site: Site, name: str, size: int) -> npt.NDArray[np.uint8]:
-        array = self._arrays.get((site, name))
-        if array is None or array.size < size:
-            array = self._arrays[(site, name)] = np.zeros(size, np.uint8)
-        return array[:size]
+    def arena(self, arenas: Arenas, size: int) -> Arena | None:
+        """An arena of ``size`` bytes or more, None where there are none."""
+        if self._arena is not None and (self._arena.size < size or not self._arena.alive):
+            self.drop_arena()
+        if self._arena is None:
+            # A quarter more than asked for: microbatches differ in length, and growing means a new arena.
+            self._arena = arenas.attach(-(-max(size + size // 4, 1) // GROWTH_BYTES) * GROWTH_BYTES)
+        return self._arena
+
+    def drop_arena(self) -> None:
+        """Use the arena no more: a read into it failed, and the server may still be writing there."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+
+
+class SpareBuffers:
+    """Buffers for reads that bring none. One comes back when the last array over its memory is gone."""
+
+    KEPT_MAX = 2
+
+    def __init__(self) -> None:
+        self._spare: list[Buffers] = []
+
+    def take(self) -> Buffers:
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return Buffers()
+
+    def give_back_after(self, memory: npt.NDArray[np.uint8], buffers: Buffers) -> None:
+        """Take the buffers back once ``memory``, an array object of this read alone, and its views are gone."""
+        weakref.finalize(memory, self._take_back, buffers).atexit = False
+
+    def _take_back(self, buffers: Buffers) -> None:
+        if len(self._spare) < self.KEPT_MAX:
+            self._spare.append(buffers)
 
 
 def place(
     batch: Microbatch,
-    sites: Sequence[Site],
+    layout: Layout,
+    memory: memoryview,
+    positions: Sequence[int],
     dest_rows: Sequence[int],
     rows: Sequence[int],
     payload: memoryview,
 ) -> None:
-    """Copy one frame's slices to their rows.
+    """Copy one frame's slices to their rows of the flat memory; ``positions`` are those of the sites in the layout.
 
     Raises:
         DataLoss: the frame does not fit the microbatch.
     """
-    data = np.frombuffer(payload, np.uint8)
-    counts = list(zip(sites, dest_rows, rows, strict=True))
+    sites = layout.sites
+    counts = list(zip(positions, dest_rows, rows, strict=True))
     code = 0
-    scale = sum(site.code_bytes * count for site, _, count in counts)
-    tensor = scale + sum(site.scale_bytes * count for site, _, count in counts)
-    if tensor + 4 * sum(rows) != data.size:
-        raise DataLoss(f"a read message does not fit its header, bytes={data.size}")
-    for site, low, count in counts:
-        high = low + count
-        if high > batch.rows:
-            raise DataLoss(f"a read message names rows beyond the request, row={high} rows={batch.rows}")
-        code_end, scale_end, tensor_end = (
-            code + site.code_bytes * count,
-            scale + site.scale_bytes * count,
-            tensor + 4 * count,
-        )
-        batch.planes[site][low:high].reshape(-1)[:] = data[code:code_end]
-        batch.scales[site][low:high].reshape(-1)[:] = data[scale:scale_end]
-        batch.tensor_scales[site][low:high].view(np.uint8)[:] = data[tensor:tensor_end]
-        batch.valid[site][low:high] = True
-        code, scale, tensor = code_end, scale_end, tensor_end
+    scale = sum([sites[position].code_bytes * count for position, _, count in counts])
+    tensor = scale + sum([sites[position].scale_bytes * count for position, _, count in counts])
+    if tensor + 4 * sum(rows) != payload.nbytes:
+        raise DataLoss(f"a read message does not fit its header, bytes={payload.nbytes}")
+    if any(low + count > layout.rows for _, low, count in counts):
+        raise DataLoss(f"a read message names rows beyond the request, rows={layout.rows}")
+    for position, low, count in counts:
+        site = sites[position]
+        for start, row_bytes, source in (
+            (layout.codes[position], site.code_bytes, code),
+            (layout.scales[position], site.scale_bytes, scale),
+            (layout.tensors[position], 4, tensor),
+        ):
+            target = start + low * row_bytes
+            memory[target : target + count * row_bytes] = payload[source : source + count * row_bytes]
+        batch.all_valid[position, low : low + count] = True
+        code, scale, tensor = code + site.code_bytes * count, scale + site.scale_bytes * count, tensor + 4 * count
 
 
 def rows_of(spans: Sequence[TokenSpan]) -> int:

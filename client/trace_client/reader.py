@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
+from trace_client.arena import Arena
 from trace_client.channel import Channel
-from trace_client.microbatch import REASONS, Buffers, Microbatch, MissingRows, place, rows_of
+from trace_client.microbatch import (
+    REASONS,
+    Buffers,
+    Layout,
+    Microbatch,
+    MissingRows,
+    SpareBuffers,
+    place,
+    plan_layout,
+    rows_of,
+    view_microbatch,
+)
 from trace_client.prefetch import Prefetch
 from trace_store import wire
-from trace_store.errors import InvalidRequest
+from trace_store.errors import DataLoss, InvalidRequest
 from trace_store.limits import POLICY_VERSION_MAX, SPANS_MAX
 from trace_store.record import Site, TokenSpan, check_int, check_name
 from trace_store.v1 import record_pb2
@@ -33,6 +47,7 @@ class Reader:
         self.run, self.partition = check_name(run, "run"), check_name(partition, "partition")
         self.sites: tuple[Site, ...] = channel.table(run)
         self._numbers = {site: number for number, site in enumerate(self.sites)}
+        self._spare = SpareBuffers()
 
     def read(
         self,
@@ -50,7 +65,8 @@ class Reader:
             spans: (trajectory, start, stop[, dest_row]) with half-open tokens; the rows of a span land from dest_row
                 on, 0 if left out. Rows that no span names stay invalid (padding).
             sites: sites of the run, None for all.
-            out: buffers to reuse; what an earlier read returned over them changes.
+            out: buffers to reuse; what an earlier read returned over them changes. Without them the reader reuses its
+                own, once nothing refers to what it read into them.
             include_open: also read attempts that are not sealed.
             policy_version_min: rows of older weights count as missing.
 
@@ -58,11 +74,12 @@ class Reader:
             InvalidRequest: names the argument.
             Unavailable, DeadlineExceeded: repeat the read.
         """
+        self._channel.check_usable()
         wanted = check_spans(spans)
         chosen = self.sites if sites is None else self._check_sites(sites)
         numbers = [self._numbers[site] for site in chosen]
         check_int(policy_version_min, "policy_version_min", 0, POLICY_VERSION_MAX)
-        batch = (out or Buffers()).microbatch(chosen, rows_of(wanted))
+        layout = plan_layout(chosen, rows_of(wanted))
         request = service_pb2.ReadRequest(
             run=self.run,
             partition=self.partition,
@@ -71,12 +88,82 @@ class Reader:
             include_open=include_open,
             policy_version_min=policy_version_min,
         )
+        buffers = out if out is not None else self._spare.take()
+        arena = buffers.arena(self._channel.arenas, layout.size)
+        memory = arena.array() if arena is not None else buffers.memory(layout.size)
+        if out is None:
+            self._spare.give_back_after(memory, buffers)
+        if arena is None:
+            return self._read_stream(request, wanted, layout, memory, timeout_s)
         try:
-            for message in self._channel.read_stream(request, timeout_s):
-                self._take(batch, wanted, *wire.parse_read(message))
+            return self._read_arena(request, wanted, layout, arena, memory, timeout_s)
+        except BaseException as error:
+            buffers.drop_arena()
+            if not (isinstance(error, InvalidRequest) and error.argument == "arena"):
+                raise
+        # The server was restarted and knows the arena no more. Once is enough: what comes next has its own answer.
+        request.ClearField("target")
+        return self._read_stream(request, wanted, layout, buffers.memory(layout.size), timeout_s)
+
+    def _read_stream(
+        self,
+        request: Any,
+        spans: Sequence[TokenSpan],
+        layout: Layout,
+        memory: npt.NDArray[np.uint8],
+        timeout_s: float,
+    ) -> Microbatch:
+        batch, flat = view_microbatch(memory, layout), memory.data
+        positions = {self._numbers[site]: position for position, site in enumerate(layout.sites)}
+        for message in self._messages(request, timeout_s):
+            header, payload = wire.parse_read(message)
+            try:
+                sites = [positions[number] for number in header.sites]
+            except KeyError:
+                raise DataLoss("a read message names a site that was not asked for") from None
+            place(batch, layout, flat, sites, header.dest_rows, header.rows, payload)
+            batch.missing.extend(self._missing(spans, header))
+        return batch
+
+    def _read_arena(
+        self,
+        request: Any,
+        spans: Sequence[TokenSpan],
+        layout: Layout,
+        arena: Arena,
+        memory: npt.NDArray[np.uint8],
+        timeout_s: float,
+    ) -> Microbatch:
+        batch = view_microbatch(memory, layout)
+        target = request.target
+        target.arena, target.rows = arena.id, layout.rows
+        target.codes_offsets.extend(layout.codes)
+        target.scales_offsets.extend(layout.scales)
+        target.tensor_scales_offsets.extend(layout.tensors)
+        headers = [wire.parse_read(message)[0] for message in self._messages(request, timeout_s)]
+        for span in spans:
+            batch.all_valid[:, span.dest_row : span.dest_row + span.tokens] = True
+        positions = {self._numbers[site]: position for position, site in enumerate(layout.sites)}
+        for header in headers:
+            for missing in header.missing:
+                shift = spans[missing.span].dest_row - spans[missing.span].start
+                rows = slice(missing.start + shift, missing.stop + shift)
+                batch.all_valid[positions[missing.site], rows] = False
+                batch.tensor_scales[self.sites[missing.site]][rows] = np.nan
+            batch.missing.extend(self._missing(spans, header))
+        return batch
+
+    def _messages(self, request: Any, timeout_s: float) -> Iterator[bytes]:
+        try:
+            yield from self._channel.read_stream(request, timeout_s)
         except grpc.RpcError as error:
             raise self._channel.error(error, self.sites) from None
-        return batch
+
+    def _missing(self, spans: Sequence[TokenSpan], header: Any) -> Iterator[MissingRows]:
+        for missing in header.missing:
+            reason = REASONS.get(missing.reason, f"reason {missing.reason}")
+            trajectory, site = spans[missing.span].trajectory, self.sites[missing.site]
+            yield MissingRows(trajectory, site, missing.start, missing.stop, reason)
 
     def prefetch(
         self,
@@ -110,16 +197,6 @@ class Reader:
         if len(set(chosen)) != len(chosen):
             raise InvalidRequest("a site is named twice", argument="sites")
         return chosen
-
-    def _take(self, batch: Microbatch, spans: Sequence[TokenSpan], header: Any, payload: memoryview) -> None:
-        place(batch, [self.sites[number] for number in header.sites], header.dest_rows, header.rows, payload)
-        for missing in header.missing:
-            reason = REASONS.get(missing.reason, f"reason {missing.reason}")
-            batch.missing.append(
-                MissingRows(
-                    spans[missing.span].trajectory, self.sites[missing.site], missing.start, missing.stop, reason
-                )
-            )
 
 
 def check_spans(spans: object) -> list[TokenSpan]:

@@ -1,25 +1,27 @@
 """Write guidance records of one partition: append, seal, receipt.
 
-Appends are pipelined: ``append`` returns once its frames are on their way and within the server's credit, so it blocks
-when the server or its disk is slow (backpressure), and ``flush`` waits for every answer. An error that the server found
-in a frame is raised by the next ``append`` to the same trajectory, or by ``flush`` or ``seal``.
+Appends are pipelined: ``append`` returns once its bytes are on their way and within the server's credit, or in the
+arena, so it blocks when the server or its disk is slow (backpressure), and ``flush`` waits for every answer. An error
+that the server found in a message is raised by the next ``append`` to the same trajectory, or by ``flush`` or ``seal``.
+
+A server that goes away and comes back is not noticed: what it did not answer is sent again over a new stream, and what
+it had stored all the same counts as a duplicate.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import TracebackType
-from typing import Any
-
-import grpc
+from typing import Any, TypeVar
 
 from trace_client.channel import Channel
-from trace_client.encode import Encoder, build_records
+from trace_client.encode import Encoder, Outgoing, build_records
+from trace_client.stream import AppendStream
 from trace_store import wire
-from trace_store.errors import DeadlineExceeded, TraceStoreError, Unavailable
+from trace_store.errors import TraceStoreError, Unavailable
 from trace_store.limits import TOKENS_MAX
 from trace_store.record import (
     Receipt,
@@ -31,8 +33,12 @@ from trace_store.record import (
 )
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
-ANSWER_TIMEOUT_S = 60.0
-"""Longest wait for credit, or for the answers of a flush; then DeadlineExceeded."""
+RESUME_TIMEOUT_S = 30.0
+"""How long a writer looks for a server that went away: a restart with a million records took under 10 s."""
+
+RESUME_PAUSE_S = 0.1
+
+_Result = TypeVar("_Result")
 
 
 class Writer:
@@ -43,15 +49,16 @@ class Writer:
         sent_bytes: payload sent.
     """
 
-    def __init__(self, channel: Channel, run: str, partition: str, durability: str) -> None:
-        self._channel = channel
+    def __init__(self, channel: Channel, run: str, partition: str, durability: str, arena_bytes: int) -> None:
+        self._channel, self._arena_bytes = channel, arena_bytes
         self.run, self.partition = check_name(run, "run"), check_name(partition, "partition")
         self.durability = check_durability(durability)
         self.sites: tuple[Site, ...] = channel.table(run)
         self.stored = self.duplicates = self.sent_bytes = 0
         self._encoder = Encoder(self.run, self.partition)
+        self._numbers = {site: number for number, site in enumerate(self.sites)}
         self._lock = threading.Lock()
-        self._stream: _Stream | None = None
+        self._stream: AppendStream | None = None
         self._errors: dict[str, TraceStoreError] = {}
 
     def append(
@@ -74,23 +81,24 @@ class Writer:
         Raises:
             InvalidRequest: nothing was sent; names the argument.
             Conflict, StaleAttempt, Sealed: an earlier append to this trajectory was refused.
-            Unavailable: the server went away; repeat what was appended since the last flush, known rows count as
-                duplicates. Said once; the next call connects again.
+            Unavailable: the server went away and did not come back within RESUME_TIMEOUT_S; repeat what was appended
+                since the last flush, known rows count as duplicates. Said once; the next call connects again.
         """
         self._channel.check_usable()
         check_attempt(attempt, policy_version)
-        built = build_records(self.sites, trajectory, start, records)
-        with self._lock, self._stream_in_use() as stream:
+        built = build_records(self._numbers, trajectory, start, records)
+        with self._lock:
             self._raise_error(trajectory)
-            for message, size in self._encoder.frames(built, trajectory, attempt, policy_version, stream.number):
-                stream.send(message, size, trajectory)
-                self.sent_bytes += size
+            size = self._on_stream(lambda stream: stream.message_bytes)
+            for outgoing in self._encoder.messages(built, trajectory, attempt, policy_version, size):
+                self._on_stream(partial(_send, outgoing, trajectory))
+                self.sent_bytes += outgoing.size
 
     def flush(self) -> None:
         """Wait until everything appended has the writer's durability. Raises the first error that was found."""
         self._channel.check_usable()
         with self._lock:
-            self._drain()
+            self._flush()
             self._raise_error(None)
 
     def seal(
@@ -113,7 +121,7 @@ class Writer:
         check_int(tokens, "tokens", 1, TOKENS_MAX)
         check_int(prompt_tokens, "prompt_tokens", 0, tokens)
         with self._lock:
-            self._drain()
+            self._flush()
             self._raise_error(trajectory)
         request = service_pb2.SealRequest(
             run=self.run,
@@ -129,12 +137,11 @@ class Writer:
     def close(self) -> None:
         """Flush and end the stream."""
         with self._lock:
-            stream = self._stream
             try:
-                self._drain()
+                self._flush()
                 self._raise_error(None)
             finally:
-                self._stream = None
+                stream, self._stream = self._stream, None
                 if stream is not None:
                     stream.end()
 
@@ -149,34 +156,69 @@ class Writer:
         elif self._stream is not None:
             self._stream.end()
 
-    @contextmanager
-    def _stream_in_use(self) -> Iterator[_Stream]:
-        """The stream, opened when there is none. One that broke is dropped: its error is raised once, and not at all if
-        every frame had its answer, as after a restart of the server between two appends."""
-        if self._stream is not None and self._stream.broken is not None:
-            self._drain()
+    def _flush(self) -> None:
+        """Wait for all answers."""
         if self._stream is None:
-            self._stream = _Stream(self._channel, self.run, self.partition, self.durability, self.sites, self._errors)
-        stream = self._stream
-        try:
-            yield stream
-        except TraceStoreError:
-            if stream.broken is not None:
-                self._stream = None
-            raise
-
-    def _drain(self) -> None:
-        """Wait for all answers and count them. Raises when the stream broke before they were there."""
-        stream = self._stream
-        if stream is None:
             return
         try:
-            stream.drain()
+            self._on_stream(lambda stream: stream.drain())
         finally:
-            self.stored += stream.take_count("stored")
-            self.duplicates += stream.take_count("duplicates")
-            if stream.broken is not None:
-                self._stream = None
+            if self._stream is not None:
+                self._count(self._stream)
+
+    def _on_stream(self, action: Callable[[AppendStream], _Result]) -> _Result:
+        """Run ``action`` on the stream, and once more on a new one whenever it broke."""
+        while True:
+            if self._stream is None:
+                self._stream = self._open()
+            stream = self._stream
+            try:
+                if stream.broken is None:
+                    return action(stream)
+            except TraceStoreError:
+                if stream.broken is None:
+                    raise
+            self._stream = None
+            self._count(stream)
+            self._stream = self._resume(stream)
+
+    def _resume(self, old: AppendStream) -> AppendStream:
+        """A stream that carries what a broken one left unanswered.
+
+        Raises:
+            Unavailable: the server stays away.
+        """
+        old.end()
+        pending = [(sent, old) for sent in old.unanswered()]
+        error, deadline = old.broken or Unavailable("the append stream ended"), time.monotonic() + RESUME_TIMEOUT_S
+        if pending and type(error) is not Unavailable:
+            raise error
+        while True:
+            stream = None
+            try:
+                stream = self._open()
+                while pending:
+                    stream.send_again(*pending[0])
+                    pending.pop(0)
+                return stream
+            except TraceStoreError as failed:
+                error = failed
+                if stream is not None:
+                    stream.end()
+                    self._count(stream)
+                    pending[:0] = [(sent, stream) for sent in stream.unanswered()]
+            if type(error) is not Unavailable or time.monotonic() > deadline:
+                raise error
+            time.sleep(RESUME_PAUSE_S)
+
+    def _open(self) -> AppendStream:
+        return AppendStream(
+            self._channel, self.run, self.partition, self.durability, self.sites, self._errors, self._arena_bytes
+        )
+
+    def _count(self, stream: AppendStream) -> None:
+        self.stored += stream.take_count("stored")
+        self.duplicates += stream.take_count("duplicates")
 
     def _raise_error(self, trajectory: str | None) -> None:
         """Raise what the server found wrong with a trajectory's frames (None: any), once."""
@@ -186,102 +228,5 @@ class Writer:
             raise error
 
 
-class _Stream:
-    """One Append call: credit, answers in order. ``errors`` collects the first error of each trajectory."""
-
-    def __init__(
-        self,
-        channel: Channel,
-        run: str,
-        partition: str,
-        durability: str,
-        table: tuple[Site, ...],
-        errors: dict[str, TraceStoreError],
-    ) -> None:
-        self._channel, self._table, self._errors = channel, table, errors
-        self.broken: TraceStoreError | None = None
-        self._changed = threading.Condition()
-        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._unanswered: dict[int, tuple[int, str]] = {}
-        self._unanswered_bytes = 0
-        self._counts = {"stored": 0, "duplicates": 0}
-        self._sequence = 0
-        self._credit: int | None = None
-        self._requests.put(wire.append_open_frame(run, partition, durability))
-        self._call = channel.append_stream(self._outgoing())
-        self._thread = threading.Thread(target=self._receive, name="trace-client-answers", daemon=True)
-        self._thread.start()
-        with self._changed:
-            self._wait(lambda: self._credit is not None)
-
-    def number(self) -> int:
-        self._sequence += 1
-        return self._sequence
-
-    def send(self, message: bytes, size: int, trajectory: str) -> None:
-        """Queue a frame once the credit allows it."""
-        with self._changed:
-            self._wait(lambda: not self._unanswered or self._unanswered_bytes + size <= (self._credit or 0))
-            self._unanswered[self._sequence] = (size, trajectory)
-            self._unanswered_bytes += size
-        self._requests.put(message)
-
-    def drain(self) -> None:
-        """Wait until every frame is answered."""
-        with self._changed:
-            if self._unanswered:
-                self._wait(lambda: not self._unanswered)
-
-    def take_count(self, name: str) -> int:
-        with self._changed:
-            count, self._counts[name] = self._counts[name], 0
-        return count
-
-    def end(self) -> None:
-        self._requests.put(None)
-        self._thread.join(timeout=5)
-        self._call.cancel()
-
-    def _outgoing(self) -> Iterator[bytes]:
-        while (message := self._requests.get()) is not None:
-            yield message
-
-    def _wait(self, condition: Any) -> None:
-        """Wait on ``_changed`` (held) for ``condition``; raise when the stream broke or nothing moves for too long."""
-        if not self._changed.wait_for(lambda: self.broken is not None or condition(), ANSWER_TIMEOUT_S):
-            self.broken = DeadlineExceeded(
-                f"no answer from the server within {ANSWER_TIMEOUT_S:g} s, unanswered={len(self._unanswered)}"
-            )
-            self._call.cancel()
-        if self.broken is not None:
-            raise self.broken
-
-    def _receive(self) -> None:
-        try:
-            for encoded in self._call:
-                self._take_answer(service_pb2.AppendResponse.FromString(encoded))
-            self._break(Unavailable("the server ended the append stream; repeat what was not flushed"))
-        except grpc.RpcError as error:
-            self._break(self._channel.error(error, self._table))
-        except Exception as error:  # an answer that makes no sense must not leave the writer waiting
-            self._break(TraceStoreError(f"the append stream failed, cause={error!r}"))
-
-    def _take_answer(self, answer: Any) -> None:
-        with self._changed:
-            if answer.sequence == 0:
-                self._credit = answer.credit_bytes
-            else:
-                size, trajectory = self._unanswered.pop(answer.sequence)
-                self._unanswered_bytes -= size
-                self._counts["stored"] += answer.stored
-                self._counts["duplicates"] += answer.duplicates
-                if answer.HasField("error"):
-                    self._errors.setdefault(trajectory, wire.error_from_wire(answer.error, self._table))
-            self._changed.notify_all()
-
-    def _break(self, error: TraceStoreError) -> None:
-        with self._changed:
-            self.broken = self.broken or error
-            self._changed.notify_all()
-        # The request iterator must end too, or gRPC's sender thread would wait on it for ever.
-        self._requests.put(None)
+def _send(outgoing: Outgoing, trajectory: str, stream: AppendStream) -> None:
+    stream.send(outgoing, trajectory)

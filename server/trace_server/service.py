@@ -34,6 +34,7 @@ class TraceStoreService:
         self._engine, self._metrics, self._arenas = engine, metrics, arenas
         self._budget = ByteBudget()
         self._streams: set[AppendStream] = set()
+        self._stopping = asyncio.Event()
 
     def generic_handler(self) -> grpc.GenericRpcHandler:
         """All methods. Append and Read get no (de)serializer for their bulk direction."""
@@ -98,7 +99,8 @@ class TraceStoreService:
             self._streams.discard(stream)
 
     def stop_streams(self) -> None:
-        """End the append streams, which else stay open as long as their clients do."""
+        """End append streams and arenas, which else stay as long as their clients do."""
+        self._stopping.set()
         for stream in list(self._streams):
             stream.stop()
 
@@ -189,13 +191,22 @@ class TraceStoreService:
             secret = _parse(service_pb2.AttachArenaRequest, proof).secret
             await read.on_thread(self._arenas.attach, arena, secret)
             yield service_pb2.AttachArenaResponse(arena=arena.id).SerializeToString()
-            while await anext(messages, None) is not None:
-                pass
+            await self._until_ended(messages)
         except TraceStoreError as error:
             await self._refuse(context, error)
         finally:
             if arena is not None:
                 self._arenas.drop(arena)
+
+    async def _until_ended(self, messages: AsyncIterator[bytes]) -> None:
+        """Wait until the client ends its call, its connection drops, or the server stops."""
+        ended = asyncio.ensure_future(anext(messages, None))
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([ended, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+            stopping.cancel()
 
     def _start_read(self, request: Any) -> Any:
         return self._engine.read(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import trace_client
+from trace_client import stream as stream_module
 from trace_client import writer as writer_module
 from trace_store import Site
 from trace_store.errors import (
@@ -260,8 +261,9 @@ class TestServerGone:
     """A server that dies or hangs under a writer. What was not answered may or may not be stored; repeating tells."""
 
     def test_killed_mid_append_repeated_append_counts_duplicates(
-        self, new_server: Any, sites: Any, records: Any
+        self, new_server: Any, sites: Any, records: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr(writer_module, "RESUME_TIMEOUT_S", 0.2)  # the server stays away for longer
         server = new_server().start()
         with trace_client.connect(server.address) as client:
             client.register("r", sites)
@@ -313,13 +315,13 @@ class TestServerGone:
             writer.append("t", 0, records(4, seed=0))
             writer.flush()
             server.pause()
-            monkeypatch.setattr(writer_module, "ANSWER_TIMEOUT_S", 0.2)
+            monkeypatch.setattr(stream_module, "ANSWER_TIMEOUT_S", 0.2)
             writer.append("t", 4, records(4, seed=1))
             with pytest.raises(DeadlineExceeded) as caught:
                 writer.flush()
             assert caught.value.retryable
             server.resume()
-            monkeypatch.setattr(writer_module, "ANSWER_TIMEOUT_S", 30)
+            monkeypatch.setattr(stream_module, "ANSWER_TIMEOUT_S", 30)
             writer.append("t", 4, records(4, seed=1))
             writer.seal("t", tokens=9, prompt_tokens=0)
             assert client.status()["records"] == 8, "one copy, whether the first try arrived or not"
@@ -327,14 +329,14 @@ class TestServerGone:
     def test_the_credit_bounds_what_is_on_its_way(self, new_server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         site = Site(0, "moe_in", 8192, form="full")
         server = new_server().start()
-        with trace_client.connect(server.address) as client:
+        with trace_client.connect(server.address, arena="off") as client:
             client.register("r", [site])
             writer = client.writer("r", "p")
             rows = (np.zeros((1024, 4096), np.uint8), np.zeros((1024, 512), np.uint8), 1.0)
             writer.append("t", 0, {site: rows})
             writer.flush()
             server.pause()
-            monkeypatch.setattr(writer_module, "ANSWER_TIMEOUT_S", 0.2)
+            monkeypatch.setattr(stream_module, "ANSWER_TIMEOUT_S", 0.2)
             sent = writer.sent_bytes
 
             def append_for_ever() -> None:

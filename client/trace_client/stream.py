@@ -1,0 +1,229 @@
+"""One Append call as a client sees it: credit, arena ranges, answers in order, and what is still unanswered.
+
+A message keeps its bytes (in the message, or in the arena's range) until it is answered, so that a writer can send
+what a broken stream left unanswered again over a new one. ``broken`` says why a stream is no more.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from trace_client.arena import Arena, Slabs
+from trace_client.channel import Channel
+from trace_client.encode import Outgoing
+from trace_store import wire
+from trace_store.chunk import RecordGroup
+from trace_store.errors import DeadlineExceeded, TraceStoreError, Unavailable
+from trace_store.limits import FRAME_BYTES
+from trace_store.record import Site
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
+
+ANSWER_TIMEOUT_S = 60.0
+"""Longest wait for credit or for the answers of a flush, before DeadlineExceeded would be of no more use to anyone."""
+
+
+@dataclass
+class Sent:
+    """A message without an answer. ``message`` holds the payload, or else the arena's range at ``offset`` does."""
+
+    trajectory: str
+    groups: Sequence[RecordGroup]
+    size: int
+    message: bytes = b""
+    offset: int = -1
+
+
+class AppendStream:
+    """An open Append call.
+
+    Args:
+        errors: collects the first error of each trajectory.
+        arena_bytes: size of the arena to try for, 0 for none.
+
+    Raises:
+        Unavailable, DeadlineExceeded: no stream could be opened.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        run: str,
+        partition: str,
+        durability: str,
+        table: tuple[Site, ...],
+        errors: dict[str, TraceStoreError],
+        arena_bytes: int = 0,
+    ) -> None:
+        self._channel, self._table, self._errors = channel, table, errors
+        self._held_until_released = durability == "memory"
+        self.broken: TraceStoreError | None = None
+        self._changed = threading.Condition()
+        self._requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._unanswered: dict[int, Sent] = {}
+        self._unreleased: dict[int, int] = {}
+        self._unanswered_bytes = 0
+        self._counts = {"stored": 0, "duplicates": 0}
+        self._sequence = 0
+        self._credit: int | None = None
+        self._arena: Arena | None = channel.arenas.attach(arena_bytes) if arena_bytes else None
+        self._memory = self._arena.array().data if self._arena is not None else memoryview(b"")
+        self._slabs = Slabs(len(self._memory))
+        self._requests.put(wire.append_open_frame(run, partition, durability))
+        self._call = channel.append_stream(self._outgoing())
+        self._thread = threading.Thread(target=self._receive, name="trace-client-answers", daemon=True)
+        self._thread.start()
+        with self._changed:
+            self._wait(lambda: self._credit is not None)
+
+    @property
+    def message_bytes(self) -> int:
+        """Payload that a message should have."""
+        return Slabs.SLAB_BYTES if self._arena is not None else FRAME_BYTES
+
+    def send(self, outgoing: Outgoing, trajectory: str) -> None:
+        """Send a message once credit or arena allow it.
+
+        Raises:
+            Unavailable and others: the stream broke; nothing was sent, unless ``unanswered`` holds it.
+        """
+        sent = Sent(trajectory, outgoing.groups, outgoing.size)
+        if self._arena is None or outgoing.size > Slabs.SLAB_BYTES:
+            sent.message = wire.append_frame(self._sequence + 1, outgoing.groups, outgoing.parts)
+            self._put(sent, sent.message)
+            return
+        sent.offset = self._reserve(outgoing.size)
+        place, memory = sent.offset, self._memory
+        for parts in (outgoing.codes, outgoing.scales, outgoing.tensors):
+            for part in parts:
+                memory[place : place + len(part)] = part
+                place += len(part)
+        descriptor = wire.append_arena_frame(
+            self._sequence + 1, outgoing.groups, self._arena.id, sent.offset, outgoing.size
+        )
+        self._put(sent, descriptor)
+
+    def send_again(self, sent: Sent, origin: AppendStream) -> None:
+        """Send what another stream left unanswered."""
+        if sent.message:
+            message = wire.renumber_append(sent.message, self._sequence + 1)
+        else:
+            # Out of the old arena by value: it goes away with its stream.
+            payload = origin._memory[sent.offset : sent.offset + sent.size]
+            message = wire.append_frame(self._sequence + 1, sent.groups, (payload,))
+        self._put(Sent(sent.trajectory, sent.groups, sent.size, message), message)
+
+    def unanswered(self) -> list[Sent]:
+        """Messages without an answer, in order."""
+        with self._changed:
+            return [self._unanswered[sequence] for sequence in sorted(self._unanswered)]
+
+    def drain(self) -> None:
+        """Wait until every message is answered."""
+        with self._changed:
+            if self._unanswered:
+                self._wait(lambda: not self._unanswered)
+
+    def take_count(self, name: str) -> int:
+        with self._changed:
+            count, self._counts[name] = self._counts[name], 0
+        return count
+
+    def end(self) -> None:
+        """Close the call. The server goes on reading arena ranges that it took: it has them mapped itself."""
+        self._requests.put(None)
+        self._thread.join(timeout=5)
+        self._call.cancel()
+        if self._arena is not None:
+            self._arena.close()
+
+    def _put(self, sent: Sent, message: bytes) -> None:
+        in_arena = sent.offset >= 0
+        with self._changed:
+            self._wait(
+                lambda: (
+                    in_arena or not self._unanswered_bytes or self._unanswered_bytes + sent.size <= (self._credit or 0)
+                )
+            )
+            self._sequence += 1
+            self._unanswered[self._sequence] = sent
+            if in_arena:
+                self._unreleased[self._sequence] = sent.offset
+            else:
+                self._unanswered_bytes += sent.size
+        self._requests.put(message)
+
+    def _reserve(self, size: int) -> int:
+        """Offset of a free range of the arena; waits for one."""
+        with self._changed:
+            taken: list[int] = []
+
+            def take() -> bool:
+                offset = self._slabs.take(size)
+                if offset is not None:
+                    taken.append(offset)
+                return bool(taken)
+
+            self._wait(take)
+            return taken[0]
+
+    def _outgoing(self) -> Iterator[bytes]:
+        while (message := self._requests.get()) is not None:
+            yield message
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        """Wait on ``_changed`` (held) for ``condition``; raise when the stream broke or nothing moves for too long."""
+        if not self._changed.wait_for(lambda: self.broken is not None or condition(), ANSWER_TIMEOUT_S):
+            self.broken = DeadlineExceeded(
+                f"no answer from the server within {ANSWER_TIMEOUT_S:g} s, unanswered={len(self._unanswered)}"
+            )
+            self._call.cancel()
+        if self.broken is not None:
+            raise self.broken
+
+    def _receive(self) -> None:
+        try:
+            for encoded in self._call:
+                self._take_answer(service_pb2.AppendResponse.FromString(encoded))
+            self._break(Unavailable("the server ended the append stream; repeat what was not flushed"))
+        except grpc.RpcError as error:
+            self._break(self._channel.error(error, self._table))
+        except Exception as error:  # an answer that makes no sense must not leave the writer waiting
+            self._break(TraceStoreError(f"the append stream failed, cause={error!r}"))
+
+    def _take_answer(self, answer: Any) -> None:
+        with self._changed:
+            if answer.credit_bytes:
+                self._credit = answer.credit_bytes
+            elif answer.sequence:
+                sent = self._unanswered.pop(answer.sequence)
+                if sent.offset < 0:
+                    self._unanswered_bytes -= sent.size
+                elif not self._held_until_released or answer.HasField("error"):
+                    self._slabs.give_back(self._unreleased.pop(answer.sequence))
+                self._counts["stored"] += answer.stored
+                self._counts["duplicates"] += answer.duplicates
+                if answer.HasField("error"):
+                    self._errors.setdefault(sent.trajectory, wire.error_from_wire(answer.error, self._table))
+            if self._held_until_released:
+                self._take_releases(answer.released_through)
+            self._changed.notify_all()
+
+    def _take_releases(self, through: int) -> None:
+        # Insertion order is the order of sequences, so the first one above ends the search.
+        while self._unreleased and (sequence := next(iter(self._unreleased))) <= through:
+            if sequence in self._unanswered:
+                break
+            self._slabs.give_back(self._unreleased.pop(sequence))
+
+    def _break(self, error: TraceStoreError) -> None:
+        with self._changed:
+            self.broken = self.broken or error
+            self._changed.notify_all()
+        # The request iterator must end too, or gRPC's sender thread would wait on it for ever.
+        self._requests.put(None)
