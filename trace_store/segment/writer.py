@@ -205,6 +205,11 @@ class SegmentWriter:
 
     def seal(self) -> Path:
         """Write index row and footer, sync, rename to the sealed name, sync the directory."""
+        self.finish()
+        return self.publish()
+
+    def finish(self) -> None:
+        """Write index row and footer, and sync."""
         blob = self.index.to_bytes()
         if self.abandoned is not None:
             raise self.abandoned
@@ -212,6 +217,10 @@ class SegmentWriter:
         self._arrow.close()
         self._flush()
         self.sync()
+        self.index.seal()
+
+    def publish(self) -> Path:
+        """Give a finished segment its sealed name, durably."""
         sealed = self.directory / (self.name + SEALED_SUFFIX)
         try:
             os.rename(self.path, sealed)
@@ -223,7 +232,6 @@ class SegmentWriter:
             sync_directory(self.directory)
         except OSError as error:
             raise self._doubt(error) from error
-        self.index.seal()
         return sealed
 
     def _doubt(self, error: OSError) -> TraceStoreError:
