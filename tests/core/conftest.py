@@ -29,6 +29,8 @@ RUN, PARTITION = "run", "step-1"
 class Store:
     """An engine and its directory; rows are those of ``trace_store.testing.records``."""
 
+    table = TABLE
+
     def __init__(self, root: Path) -> None:
         self.root = root
         self.engine = Engine(root, server="test")
@@ -44,9 +46,9 @@ class Store:
 
     def seal(self, trajectory: str, tokens: int, prompt_tokens: int = 0, **more: Any) -> Receipt:
         partition = more.pop("partition", PARTITION)
-        return self.engine.seal(
-            RUN, partition, trajectory, tokens=tokens, prompt_tokens=prompt_tokens, **more
-        ).result(30)
+        return self.engine.seal(RUN, partition, trajectory, tokens=tokens, prompt_tokens=prompt_tokens, **more).result(
+            30
+        )
 
     def read(
         self, trajectory: str, start: int, stop: int, sites: Sequence[int] = SITES, **more: Any

@@ -309,7 +309,7 @@ def test_a_reader_keeps_what_it_reads_while_the_partition_is_released(store: Any
         pieces = list(read)
         assert [piece.rows for piece in pieces] == [9]
         assert read.missing == []
-    assert store.reasons("t", 0, 9) == {MissingReason.UNKNOWN_TRAJECTORY}
+    assert store.reasons("t", 0, 9) == {MissingReason.RELEASED}
 
 
 def test_a_release_keeps_its_place_among_queued_appends(store: Any) -> None:
@@ -324,8 +324,8 @@ def test_a_release_keeps_its_place_among_queued_appends(store: Any) -> None:
     assert [futures[1].result(30), futures[3].result(30)] == [1, 1]
     futures[4].result(30)
     for _ in range(2):
-        assert store.reasons("old", 0, 9, include_open=True) == {MissingReason.UNKNOWN_TRAJECTORY}
-        assert store.reasons("middle", 0, 9, include_open=True) == {MissingReason.UNKNOWN_TRAJECTORY}
+        assert store.reasons("old", 0, 9, include_open=True) == {MissingReason.RELEASED}
+        assert store.reasons("middle", 0, 9, include_open=True) == {MissingReason.RELEASED}
         assert store.check("new", 0, 9, include_open=True) == []
         store.reopen()
 
