@@ -23,6 +23,7 @@ REASONS = {
     5: "stale policy version",
     6: "released",
     7: "storage failed",
+    8: "not uploaded",
 }
 """Texts of MissingReason on the wire."""
 

@@ -17,6 +17,7 @@ class MissingReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISSING_REASON_STALE: _ClassVar[MissingReason]
     MISSING_REASON_RELEASED: _ClassVar[MissingReason]
     MISSING_REASON_STORAGE_FAILED: _ClassVar[MissingReason]
+    MISSING_REASON_NOT_UPLOADED: _ClassVar[MissingReason]
 MISSING_REASON_UNSPECIFIED: MissingReason
 MISSING_REASON_UNKNOWN_TRAJECTORY: MissingReason
 MISSING_REASON_NOT_SEALED: MissingReason
@@ -25,6 +26,7 @@ MISSING_REASON_DATA_LOSS: MissingReason
 MISSING_REASON_STALE: MissingReason
 MISSING_REASON_RELEASED: MissingReason
 MISSING_REASON_STORAGE_FAILED: MissingReason
+MISSING_REASON_NOT_UPLOADED: MissingReason
 
 class RegisterRequest(_message.Message):
     __slots__ = ("run", "sites")
