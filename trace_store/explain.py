@@ -20,14 +20,15 @@ def explain(
 ) -> tuple[Missing, ...]:
     """``missing`` with better reasons; wants the engine's lock held.
 
-        unknown trajectory     released, if its partition was; storage failed, if the bucket could not be asked
+        unknown trajectory     released, if its partition was and nothing was written to it since; storage failed, if
+                               the bucket could not be asked
         not sealed             not uploaded, if another server writes it: its seal is not in the bucket
         not recorded           not uploaded, if rows that were there at the seal are not in the bucket
 
     ``unreadable``: a part of the partition is in the object store and could not be read.
     """
     partition = run.partitions.get(partition_name)
-    released = partition_name in run.released
+    released = partition_name in run.released and (partition is None or not partition.segments)
     result = []
     for item in missing:
         entry = partition.trajectories.get(spans[item.span].trajectory) if partition is not None else None

@@ -324,8 +324,8 @@ def test_a_release_keeps_its_place_among_queued_appends(store: Any) -> None:
     assert [futures[1].result(30), futures[3].result(30)] == [1, 1]
     futures[4].result(30)
     for _ in range(2):
-        assert store.reasons("old", 0, 9, include_open=True) == {MissingReason.RELEASED}
-        assert store.reasons("middle", 0, 9, include_open=True) == {MissingReason.RELEASED}
+        assert store.reasons("old", 0, 9, include_open=True) == {MissingReason.UNKNOWN_TRAJECTORY}
+        assert store.reasons("middle", 0, 9, include_open=True) == {MissingReason.UNKNOWN_TRAJECTORY}
         assert store.check("new", 0, 9, include_open=True) == []
         store.reopen()
 
