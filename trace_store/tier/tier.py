@@ -23,7 +23,7 @@ from trace_store.catalog import Partition, Run, Segment
 from trace_store.errors import StorageFailed, TraceStoreError
 from trace_store.naming import MANIFEST_PREFIX, RELEASED_OBJECTS, RELEASED_PREFIX, directory_name
 from trace_store.segment.schema import SEALED_SUFFIX
-from trace_store.storage.s3 import ObjectSource, ObjectStore
+from trace_store.storage.s3 import CredentialsRefused, ObjectSource, ObjectStore
 from trace_store.storage.selfcheck import Capabilities, bucket_identity, check_backend
 from trace_store.tier.bucket import BucketView
 from trace_store.tier.layout import Place, object_key, place_of, place_prefix
@@ -39,6 +39,9 @@ late. 1,000 names a request, so 10,000 segments are 10 requests."""
 
 RELIST_S = 2.0
 """A read that misses lists its partition again at most this often."""
+
+START_WAIT_S = 30.0
+"""Longest wait for an object store that does not answer at start; then the server gives up and says why."""
 
 CLOSE_UPLOAD_S = 20.0
 """Longest wait at a clean stop for what is not uploaded yet."""
@@ -86,7 +89,7 @@ class ObjectTier:
             StorageFailed: it cannot be reached.
         """
         self._volume, self._store, self._clock = volume, store, clock
-        self.capabilities: Capabilities = check_backend(store)
+        self.capabilities: Capabilities = _reach(store)
         same_bucket = self._remember(bucket_identity(store))
         self.view = BucketView(store, clock)
         self.view.refresh()
@@ -366,6 +369,21 @@ class ObjectTier:
                 elif info is None and same_bucket and _is_marked(segment.path):
                     segment.uploaded = True  # and gone since: asked for by name below
             self._drop_vanished(partition)
+
+
+def _reach(store: ObjectStore) -> Capabilities:
+    """Check the backend; one that is still starting gets START_WAIT_S."""
+    limit = time.monotonic() + START_WAIT_S
+    while True:
+        try:
+            return check_backend(store)
+        except CredentialsRefused:
+            raise
+        except StorageFailed as error:
+            if time.monotonic() >= limit:
+                raise
+            log.warning("waiting for the object store: %s", error)
+            time.sleep(1.0)
 
 
 def segments_of(run: Run) -> list[Segment]:
