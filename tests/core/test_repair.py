@@ -150,7 +150,9 @@ def test_a_sync_that_fails_while_others_write_fails_them_too(store: Any, disk: D
     disk.fail = {"fdatasync": errno.EIO}
     first = store.engine.append("run", "step-1", store.chunk("a", 0, 4), "synced")
     rest = [
-        store.engine.append("run", f"step-{number % 3}", store.chunk("a", 0, 4, partition=f"step-{number % 3}"), "synced")
+        store.engine.append(
+            "run", f"step-{number % 3}", store.chunk("a", 0, 4, partition=f"step-{number % 3}"), "synced"
+        )
         for number in range(9)
     ]
     assert isinstance(first.exception(30), StorageFailed)
