@@ -120,6 +120,10 @@ class Channel:
                 f" connected_pid={self._process} pid={os.getpid()}"
             )
 
+    def ready_future(self) -> Any:
+        """A gRPC future that is done once the channel is connected."""
+        return grpc.channel_ready_future(self._channel)
+
     def wait_ready(self) -> None:
         """Wait for the connection.
 

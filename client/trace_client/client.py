@@ -14,11 +14,14 @@ from types import TracebackType
 from typing import Any
 
 from trace_client.channel import Channel, Tls
+from trace_client.fleet import Fleet, merged, split_targets
+from trace_client.fleet_reader import FleetReader
+from trace_client.fleet_writer import FleetWriter
 from trace_client.reader import Reader
 from trace_client.writer import Writer
 from trace_store import wire
-from trace_store.errors import InvalidRequest
-from trace_store.record import Site, check_name, check_site_table
+from trace_store.errors import InvalidRequest, NotFound
+from trace_store.record import Receipt, Site, check_name, check_site_table
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 
@@ -108,18 +111,81 @@ class Client:
         self.close()
 
 
-def connect(target: str, *, tls: Tls | None = None, token: str | None = None) -> Client:
-    """Connect to a server and wait until it answers.
+class FleetClient(Client):
+    """A connection to several servers that share an object store (``trace_client.fleet``). Used like ``Client``."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def register(self, run: str, sites: Sequence[Site]) -> bool:
+        """Create a run on every server that answers. True if it was new to one of them."""
+        return any(self._fleet.each(lambda channel: Client(channel).register(run, sites)))
+
+    def sites(self, run: str) -> tuple[Site, ...]:
+        check_name(run, "run")
+        return self._fleet.first(lambda channel: channel.table(run))
+
+    def writer(self, run: str, partition: str, durability: str = "synced") -> FleetWriter:  # type: ignore[override]
+        """A writer that uses the first healthy server."""
+        return FleetWriter(self._fleet, run, partition, durability)
+
+    def reader(  # type: ignore[override]
+        self, run: str, partition: str, receipts: Sequence[Receipt] = ()
+    ) -> FleetReader:
+        """A reader over all servers. Receipts tell it whom to ask, and what must exist."""
+        return FleetReader(self._fleet, run, partition, receipts)
+
+    def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> int:
+        """Release on every server that answers. Returns the largest count of one of them."""
+
+        def call(channel: Channel) -> int:
+            try:
+                return Client(channel).release(run, partition, trajectories)
+            except NotFound:
+                return 0
+
+        return max(self._fleet.each(call))
+
+    def list(self, run: str = "", partition: str = "") -> Iterator[Listed]:
+        """What the servers that answer have, merged by name."""
+
+        def call(channel: Channel) -> list[Listed]:
+            try:
+                return list(Client(channel).list(run, partition))
+            except NotFound:
+                return []
+
+        return merged([iter(rows) for rows in self._fleet.each(call)], lambda row: str(row.name))
+
+    def status(self) -> dict[str, Any]:
+        """State of the first server that answers."""
+        return self._fleet.first(lambda channel: Client(channel).status())
+
+    def close(self) -> None:
+        self._fleet.close()
+
+
+def connect(target: str | Sequence[str], *, tls: Tls | None = None, token: str | None = None) -> Client:
+    """Connect to a server and wait until it answers; or to several that share an object store.
 
     Args:
-        target: ``host:port`` or ``unix:/path``.
+        target: ``host:port`` or ``unix:/path``; a list of them, or a string with commas, for several servers.
         tls: None for plain text; ``Tls()`` trusts the system's authorities.
         token: bearer token, if the server wants one.
 
     Raises:
         Unavailable: nothing answers within 10 s.
     """
-    channel = Channel(target, tls, token)
+    targets = split_targets(target)
+    if len(targets) > 1 or not isinstance(target, str):
+        fleet = Fleet([Channel(name, tls, token) for name in targets])
+        try:
+            fleet.connect()
+        except BaseException:
+            fleet.close()
+            raise
+        return FleetClient(fleet)
+    channel = Channel(targets[0], tls, token)
     try:
         channel.wait_ready()
     except BaseException:

@@ -60,14 +60,30 @@ class Reader:
         """
         wanted = check_spans(spans)
         chosen = self.sites if sites is None else self._check_sites(sites)
-        numbers = [self._numbers[site] for site in chosen]
         check_int(policy_version_min, "policy_version_min", 0, POLICY_VERSION_MAX)
         batch = (out or Buffers()).microbatch(chosen, rows_of(wanted))
+        self.fill(batch, wanted, include_open=include_open, policy_version_min=policy_version_min, timeout_s=timeout_s)
+        return batch
+
+    def fill(
+        self,
+        batch: Microbatch,
+        wanted: Sequence[TokenSpan],
+        *,
+        include_open: bool = False,
+        policy_version_min: int = 0,
+        timeout_s: float = READ_TIMEOUT_S,
+    ) -> None:
+        """Read checked spans at the sites of a microbatch into it; rows that it does not deliver are left as they are.
+
+        Raises:
+            Unavailable, DeadlineExceeded: some rows may have arrived; ``valid`` says which.
+        """
         request = service_pb2.ReadRequest(
             run=self.run,
             partition=self.partition,
             spans=[_span_to_wire(span) for span in wanted],
-            sites=numbers,
+            sites=[self._numbers[site] for site in batch.valid],
             include_open=include_open,
             policy_version_min=policy_version_min,
         )
@@ -76,7 +92,6 @@ class Reader:
                 self._take(batch, wanted, *wire.parse_read(message))
         except grpc.RpcError as error:
             raise self._channel.error(error, self.sites) from None
-        return batch
 
     def prefetch(
         self,
