@@ -72,6 +72,16 @@ def test_replayed_routing_is_weighted_by_the_models_own_logits(model: Any) -> No
     assert not torch.allclose(logits_with(model, forced), logits)
 
 
+def test_forced_experts_share_the_routers_softmax_over_them(model: Any) -> None:
+    mlp, seen = model.model.layers[0].mlp, {}
+    gate = mlp.gate.register_forward_hook(lambda module, inputs, outputs: seen.update(logits=outputs[0]))
+    with torch.no_grad(), capture(model, Watcher(experts=torch.tensor([[0, 1]]).expand(18, 2))) as cache:
+        experts = mlp.experts.register_forward_pre_hook(lambda module, inputs: seen.update(weights=inputs[2]))
+        forward(model, TOKENS, cache)
+    gate.remove(), experts.remove()
+    torch.testing.assert_close(seen["weights"], torch.softmax(seen["logits"][:, :2], dim=-1))
+
+
 def test_leaving_the_capture_removes_the_tap(model: Any) -> None:
     logits_with(model, Watcher(change=(0, "moe_in")))
     with torch.no_grad():
