@@ -107,6 +107,6 @@ def test_an_index_comes_back_from_its_bytes() -> None:
         )
         index.extend(row)
     index.seal()
-    again = SegmentIndex.from_bytes(index.to_bytes(), "s")
+    again = SegmentIndex.from_bytes(index.to_bytes(), "s", 1000)
     assert again.rows.tolist() == index.rows.tolist()
     assert again.trajectories == index.trajectories == [f"t{number}" for number in range(7)]
