@@ -79,7 +79,7 @@ class TraceStoreService:
         return service_pb2.RegisterResponse(created=created)
 
     async def describe_run(self, request: Any) -> Any:
-        sites = await asyncio.to_thread(self._engine.find, request.run)
+        sites = await asyncio.to_thread(self._engine.find, check_name(request.run, "run"))
         return service_pb2.DescribeRunResponse(sites=[wire.site_to_wire(site) for site in sites])
 
     async def append(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
