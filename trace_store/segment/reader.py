@@ -39,6 +39,11 @@ def open_sealed(path: Path) -> tuple[SegmentHeader, SegmentIndex]:
         raise FormatError(f"segment cannot be opened, segment={path.name} cause={error}") from error
 
 
+def open_content(content: bytes | bytearray, name: str) -> tuple[SegmentHeader, SegmentIndex]:
+    """The same for the bytes of a segment. Raises FormatError."""
+    return _open(pa.BufferReader(content), name, len(content))
+
+
 def open_source(source: Source) -> tuple[SegmentHeader, SegmentIndex]:
     """The same for a source that costs a round trip a read: one read of the tail, a second one for a long index.
 
