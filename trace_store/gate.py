@@ -26,6 +26,8 @@ class DiskGate:
     def __init__(self, root: Path, limits: Limits, sleep: Callable[[float], None] = time.sleep) -> None:
         self._root, self._limits, self._sleep = root, limits, sleep
         self._used = self._since = 0
+        self.on_pressure: Callable[[], None] = lambda: None
+        """Called when an append is slowed or refused: whoever can make room should look."""
         self.slowed_s = 0.0
         self.refused = 0
         self.pressure = 0.0
@@ -47,6 +49,8 @@ class DiskGate:
             StorageFull: it is; nothing of the append may be written.
         """
         value = self.pressure = self._measure(payload_bytes)
+        if value > 0:
+            self.on_pressure()
         if value >= 1:
             self.refused += 1
             used = self._used + self._since

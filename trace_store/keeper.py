@@ -22,6 +22,9 @@ from trace_store.volume import Volume
 log = logging.getLogger("trace_store.keeper")
 
 TICK_S = 0.5
+"""How often it looks by itself; appends that meet a filling disk call it, at most every TICK_PRESSED_S."""
+
+TICK_PRESSED_S = 0.05
 
 RULES = ("age", "count", "cap")
 
@@ -49,16 +52,20 @@ class Keeper:
         self._volume, self._limits, self._gate, self._tier, self._release = volume, limits, gate, tier, release
         self.counts = RetentionCounts()
         self._under_way: set[Place] = set()
-        self._stop = threading.Event()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        gate.on_pressure = self._wake.set
         self._thread = threading.Thread(target=self._run, name="trace-store-keep", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         self._stop.set()
+        self._wake.set()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._stop.wait(TICK_S):
+        while not self._stop.wait(TICK_PRESSED_S):
+            self._wake.wait(TICK_S - TICK_PRESSED_S)
+            self._wake.clear()
             try:
                 self.tick()
             except Exception:
