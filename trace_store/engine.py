@@ -271,6 +271,12 @@ class Engine:
         command.future.add_done_callback(lambda future: done())
         self._shard.submit(command, urgent=True)
 
+    def prepare(self, run: str, partition: str) -> None:
+        """Before writes to a partition: learn what other servers have uploaded of it, so that their seals and newer
+        attempts count here. Waits for the object store; does nothing without one. Raises NotFound, StorageFailed."""
+        if self._tier is not None:
+            self._tier.look_again(self._find(run), check_name(partition, "partition"))
+
     def load_listing(self, run: str) -> None:
         """Before a listing: bring what the object store holds of a run, or the runs. Raises NotFound, StorageFailed."""
         if self._tier is None:

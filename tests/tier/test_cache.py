@@ -92,6 +92,21 @@ def test_what_is_not_uploaded_is_never_evicted_and_the_cap_refuses_writes(
     assert first.reasons("t0", TOKENS, "step-0") == set()
 
 
+def test_a_segment_that_the_disk_damaged_is_taken_from_the_bucket_at_start(sidecar: Make) -> None:
+    first = sidecar("a")
+    first.write("t")
+    first.upload()
+    whole = first.read("t")
+    first.engine.close()
+    (path,) = first.root.glob("runs/*/*/*.arrow")
+    path.chmod(0o640)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    again = sidecar("a")
+    assert again.read("t") == whole
+    assert again.tier.status().upload_conflicts == 0
+
+
 def test_only_the_newest_partitions_are_kept_in_the_bucket(sidecar: Make, store: ObjectStore) -> None:
     first = sidecar("a")
     for number in range(4):

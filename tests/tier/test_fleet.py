@@ -12,7 +12,7 @@ import pytest
 import trace_client
 from tests.tier.conftest import eventually
 from trace_store import Site
-from trace_store.errors import Incomplete, InvalidRequest, TraceStoreError, Unavailable
+from trace_store.errors import Incomplete, InvalidRequest, StaleAttempt, TraceStoreError, Unavailable
 
 PARTITION = "step-1"
 
@@ -133,6 +133,21 @@ def test_a_writer_goes_to_the_next_server(servers: list[Any], fleet: Any, record
     writer.append("t", 0, records(10))
     assert writer.seal("t", tokens=16, prompt_tokens=0).server == "b"
     writer.close()
+
+
+def test_a_server_knows_the_newer_attempt_that_another_one_has_uploaded(
+    servers: list[Any], fleet: Any, records: Callable[..., Any]
+) -> None:
+    with fleet.writer("run", PARTITION) as writer:
+        writer.append("t", 0, records(10), attempt=1)
+        writer.seal("t", tokens=11, prompt_tokens=0, attempt=1)
+    eventually(lambda: uploaded(servers[0]), "upload")
+    with trace_client.connect(servers[1].address) as second:
+        late = second.writer("run", PARTITION)
+        late.append("t", 0, records(10, 1), attempt=0)
+        with pytest.raises(StaleAttempt):
+            late.flush()
+        assert second.writer("run", PARTITION).seal("t", tokens=11, prompt_tokens=0, attempt=1).attempt == 1
 
 
 def test_a_release_reaches_every_server_and_the_bucket(

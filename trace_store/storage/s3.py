@@ -30,13 +30,13 @@ READ_TIMEOUT_S = 15.0
 WRITE_TIMEOUT_S = 120.0
 """A segment of 64 MiB needs 0.6 MB/s."""
 
-READ_RETRIES = 2
+READ_RETRIES = 4
 """Tries again within obstore and READ_TIMEOUT_S, for reads and listings only. Puts are retried by the uploader, which
 checks first."""
 
 PAUSE_S = 5.0
 """After a read without an answer, further reads fail at once for this long: a store that hangs must not hold every
-thread of the server for READ_TIMEOUT_S each."""
+thread of the server for READ_TIMEOUT_S each. An answer that says no, such as 503, is retried and no cause to pause."""
 
 LIST_PAGE = 1000
 
@@ -140,6 +140,7 @@ class ObjectStore:
 
     def listing(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key starts with ``prefix``, a whole number of path parts. Raises StorageFailed."""
+        self._check_pause()
         try:
             for page in self._obstore.list(self._reads, prefix or None, chunk_size=LIST_PAGE):
                 yield from map(_info, page)
@@ -183,7 +184,7 @@ class ObjectStore:
             return CredentialsRefused(f"the object store refuses the credentials, {place} cause={cause}")
         if action == "put":
             return OutcomeUnknown(f"the object store gave no clear answer, {place} cause={cause}")
-        if action in ("read", "head"):
+        if action != "delete" and "status code" not in cause:  # one that answers, if only to say no, need not rest
             self._paused_until = time.monotonic() + PAUSE_S
         return StorageFailed(f"the object store failed, {place} cause={cause}")
 

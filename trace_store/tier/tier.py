@@ -23,11 +23,11 @@ from trace_store.catalog import Partition, Run, Segment
 from trace_store.errors import StorageFailed, TraceStoreError
 from trace_store.naming import MANIFEST_PREFIX, RELEASED_OBJECTS, RELEASED_PREFIX, directory_name
 from trace_store.segment.schema import SEALED_SUFFIX
-from trace_store.storage.s3 import CredentialsRefused, ObjectSource, ObjectStore
+from trace_store.storage.s3 import CredentialsRefused, ObjectInfo, ObjectSource, ObjectStore
 from trace_store.storage.selfcheck import Capabilities, bucket_identity, check_backend
 from trace_store.tier.bucket import BucketView
 from trace_store.tier.layout import Place, object_key, place_of, place_prefix
-from trace_store.tier.loading import Loader
+from trace_store.tier.loading import Loader, load_segment
 from trace_store.tier.uploader import Upload, Uploader
 from trace_store.volume import Volume
 
@@ -355,6 +355,22 @@ class ObjectTier:
             log.warning("the bucket cannot be identified: %s", error)
             return False
 
+    def _take_from_bucket(self, partition: Partition, segment: Segment, info: ObjectInfo) -> None:
+        """The local copy of an uploaded segment is another one: recovery made it from a damaged file."""
+        try:
+            loaded = load_segment(self._store, segment.path.name, info)
+        except TraceStoreError as error:
+            log.error("segment=%s differs from its object, which cannot be read: %s", segment.path.name, error)
+            return
+        if loaded.index.records < segment.index.records:
+            return  # the upload will say that there is a conflict
+        log.warning("segment=%s is taken from the bucket, the local copy was damaged", segment.path.name)
+        with self._volume.lock:
+            segment.index, segment.local, segment.uploaded = loaded.index, False, True
+            segment.disk_bytes, segment.object_bytes = 0, info.size
+            partition.rebuild()
+        segment.path.unlink(missing_ok=True)
+
     def _compare(self, same_bucket: bool) -> None:
         """At start: which local segments the bucket has already, and which of them it no longer has."""
         with self._volume.lock:
@@ -366,6 +382,8 @@ class ObjectTier:
                 if info is not None and info.size == segment.disk_bytes:
                     segment.uploaded, segment.object_bytes = True, info.size
                     _mark(segment.path)
+                elif info is not None:
+                    self._take_from_bucket(partition, segment, info)
                 elif info is None and same_bucket and _is_marked(segment.path):
                     segment.uploaded = True  # and gone since: asked for by name below
             self._drop_vanished(partition)
