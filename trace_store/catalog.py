@@ -24,15 +24,31 @@ from trace_store.segment.index import SegmentIndex
 
 SiteSet = tuple[int, ...]
 
+RELEASED_MAX = 10_000
+
 
 @dataclass
 class Segment:
-    """One segment file as the catalog knows it. ``path`` and ``index`` change when it is sealed or rewritten."""
+    """One segment as the catalog knows it. ``path`` and ``index`` change when it is sealed or rewritten.
+
+    Attributes:
+        disk_bytes: bytes on the local disk; 0 when it is only in the object store.
+        local: whether ``path`` is there; else the object store has it.
+        uploaded: whether the object store has it.
+        foreign: whether another server wrote it.
+        object_bytes: size of the object, when it is not local.
+        read_at: when a read last wanted it, on the engine's clock.
+    """
 
     number: int
     path: Path
     index: SegmentIndex
     disk_bytes: int = 0
+    local: bool = True
+    uploaded: bool = False
+    foreign: bool = False
+    object_bytes: int = 0
+    read_at: float = 0.0
 
 
 @dataclass
@@ -134,6 +150,8 @@ class Partition:
     trajectories: dict[str, Trajectory] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
     segments: dict[int, Segment] = field(default_factory=dict)
+    written_at: float = 0.0
+    """When it last got a row, in seconds since 1970 on the engine's clock."""
     deferred: dict[tuple[str, int], TraceStoreError] = field(default_factory=dict)
     """Errors of appends that were answered from memory, by trajectory and attempt, until its next append or seal."""
 
@@ -171,13 +189,21 @@ class Partition:
         pending = {name for name, entry in self.trajectories.items() if entry.pending}
         self.trajectories.clear()
         self.released.clear()
-        for number in sorted(self.segments):
-            self.apply(self.segments[number], 0)
+        for segment in sorted(self.segments.values(), key=lambda segment: segment.path.name):
+            self.apply(segment, 0)
         for name, entry in self.trajectories.items():
             if name not in pending:
                 self._publish_all(entry)
             elif name in visible:
                 self.publish(name, visible[name])
+
+    def drop(self, numbers: set[int]) -> None:
+        """Forget segments that another server released; trajectories that go with them count as released."""
+        before = set(self.trajectories)
+        for number in numbers:
+            self.segments.pop(number, None)
+        self.rebuild()
+        self.released.update(before.difference(self.trajectories))
 
     def load(self, segment: Segment) -> None:
         """Enter a segment and apply its rows in order."""
@@ -236,7 +262,16 @@ class Run:
     directory: Path
     partitions: dict[str, Partition] = field(default_factory=dict)
     site_sets: list[SiteSet] = field(default_factory=list)
+    released: dict[str, None] = field(default_factory=dict)
+    """Partitions released since the start, the last RELEASED_MAX of them, so that a read can say so."""
     _site_set_numbers: dict[SiteSet, int] = field(default_factory=dict)
+
+    def forget(self, partition: str) -> None:
+        """Take a released partition out of the catalog."""
+        self.partitions.pop(partition, None)
+        self.released[partition] = None
+        if len(self.released) > RELEASED_MAX:
+            del self.released[next(iter(self.released))]
 
     def site_set(self, sites: SiteSet) -> int:
         number = self._site_set_numbers.get(sites)

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -28,8 +28,11 @@ from trace_store.catalog import Partition, Run
 from trace_store.chunk import Chunk
 from trace_store.commands import AppendCommand, AppendResult, ReleaseCommand, RollCommand, SealCommand
 from trace_store.errors import InvalidRequest, StorageFailed
+from trace_store.explain import explain
 from trace_store.fetch import OpenSegment, Slice, Undelivered, fetch
+from trace_store.gate import DiskGate
 from trace_store.gather import Places, file_order, gather
+from trace_store.keeper import Keeper, RetentionCounts
 from trace_store.limits import SPANS_MAX, TOKENS_MAX
 from trace_store.planner import Missing, MissingReason, ReadPlan, plan_read
 from trace_store.record import (
@@ -42,8 +45,13 @@ from trace_store.record import (
     check_name,
     check_site_table,
 )
+from trace_store.retention import Limits
 from trace_store.shard import Shard
+from trace_store.storage.s3 import ObjectStore
+from trace_store.tier.tier import ObjectTier, TierStatus
 from trace_store.volume import Volume
+
+_PERHAPS_ELSEWHERE = (MissingReason.UNKNOWN_TRAJECTORY, MissingReason.NOT_SEALED)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,12 @@ class Usage:
     disk_free_bytes: int
     queued_bytes: int
     write_refusal: str
+    disk_state: str
+    slowed_seconds: float
+    appends_refused: int
+    retention: RetentionCounts
+    deletions_pending: int
+    tier: TierStatus
 
 
 class Read:
@@ -124,9 +138,26 @@ class Engine:
         server: str = "",
         clock: Callable[[], float] = time.monotonic,
         epoch: Callable[[], str] = lambda: secrets.token_hex(8),
+        *,
+        limits: Limits | None = None,
+        objects: ObjectStore | None = None,
     ) -> None:
-        self._volume = Volume(Path(root), server or socket.gethostname(), epoch())
-        self._shard = Shard(self._volume, clock)
+        """Open or create the directory; with ``objects`` it becomes a cache of that object store.
+
+        Raises:
+            StorageFailed: the directory or the object store cannot be used.
+            Unsupported: the object store lacks what is needed.
+        """
+        limits = limits or Limits()
+        self._volume = Volume(Path(root), server or socket.gethostname(), epoch(), clock)
+        try:
+            self._tier = ObjectTier(self._volume, objects, clock) if objects is not None else None
+        except BaseException:
+            self._volume.close()
+            raise
+        self._gate = DiskGate(Path(root), limits)
+        self._shard = Shard(self._volume, clock, self._gate, upload=objects is not None)
+        self._keeper = Keeper(self._volume, limits, self._gate, self._tier, self._release_for_keeper)
         self._closed = False
 
     @property
@@ -138,16 +169,31 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        self._keeper.close()
         self._shard.close()
+        if self._tier is not None:
+            self._tier.close()
         self._volume.close()
 
     def register(self, run: str, sites: Sequence[Site]) -> bool:
         """Create a run with its site table, durably; True if it is new. Raises SchemaMismatch."""
-        return self._volume.register(check_name(run, "run"), check_site_table(sites))
+        check_name(run, "run")
+        if self._tier is not None:
+            self._tier.run(run)
+        return self._volume.register(run, check_site_table(sites))
 
     def sites(self, run: str) -> tuple[Site, ...]:
-        """Site table of a run. Raises NotFound."""
+        """Site table of a run that this server knows. Raises NotFound."""
         return self._volume.run(run).sites
+
+    def find(self, run: str) -> tuple[Site, ...]:
+        """Site table of a run, asked of the object store if need be. Raises NotFound, StorageFailed."""
+        return self._find(run).sites
+
+    def _find(self, run: str) -> Run:
+        if self._tier is not None:
+            self._tier.run(check_name(run, "run"))
+        return self._volume.run(run)
 
     def append(
         self,
@@ -204,24 +250,56 @@ class Engine:
             InvalidRequest: too many spans, unknown or repeated sites.
             StorageFailed: too many files are open.
         """
-        known = self._volume.run(run)
+        known = self._find(run)
         check_name(partition, "partition")
         if len(spans) > SPANS_MAX:
             raise InvalidRequest(f"a read has at most {SPANS_MAX} spans, got={len(spans)}", argument="spans")
         if len(set(sites)) != len(sites) or any(not 0 <= site < len(known.sites) for site in sites):
             raise InvalidRequest(f"sites are repeated or unknown, sites={len(known.sites)}", argument="sites")
+        options = {"include_open": include_open, "policy_version_min": policy_version_min}
+        failure = ""
+        if self._tier is not None:
+            failure = self._tier.ensure(known, partition).failure
+            with self._volume.lock:
+                tried = plan_read(known.partitions.get(partition), spans, sites, **options)  # type: ignore[arg-type]
+            if any(item.reason in _PERHAPS_ELSEWHERE for item in tried.missing):
+                failure = self._tier.look_again(known, partition).failure
         with self._volume.lock:
             found = known.partitions.get(partition)
-            plan = plan_read(found, spans, sites, include_open=include_open, policy_version_min=policy_version_min)
+            plan = plan_read(found, spans, sites, **options)  # type: ignore[arg-type]
+            if plan.missing:
+                plan = replace(plan, missing=explain(plan.missing, spans, known, partition, unreadable=bool(failure)))
             segments = self._lease(found, sorted(set(plan.segment.tolist()))) if found is not None else {}
         return Read(plan, segments, spans)
 
     def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> Future[int]:
         """Forget trajectories, or the whole partition; the future gives how many were there, once that is durable."""
         names = None if trajectories is None else tuple(check_name(t, "trajectory") for t in trajectories)
+        if self._tier is not None:
+            self._tier.look_again(self._find(run), check_name(partition, "partition"))
         command = ReleaseCommand(self._partition(run, partition), names)
         self._shard.submit(command)
         return command.future
+
+    def _release_for_keeper(self, partition: Partition, done: Callable[[], None]) -> None:
+        command = ReleaseCommand(partition, None)
+        command.future.add_done_callback(lambda future: done())
+        self._shard.submit(command, urgent=True)
+
+    def prepare(self, run: str, partition: str) -> None:
+        """Before writes to a partition: learn what other servers have uploaded of it, so that their seals and newer
+        attempts count here. Waits for the object store; does nothing without one. Raises NotFound, StorageFailed."""
+        if self._tier is not None:
+            self._tier.look_again(self._find(run), check_name(partition, "partition"))
+
+    def load_listing(self, run: str) -> None:
+        """Before a listing: bring what the object store holds of a run, or the runs. Raises NotFound, StorageFailed."""
+        if self._tier is None:
+            return
+        if run:
+            self._tier.ensure_all(self._find(run))
+        else:
+            self._tier.find_runs()
 
     def roll(self) -> Future[None]:
         """Seal every open segment."""
@@ -242,7 +320,13 @@ class Engine:
                 disk_bytes=sum(segment.disk_bytes for segment in segments),
                 disk_free_bytes=shutil.disk_usage(self._volume.root).free,
                 queued_bytes=self._shard.queued_bytes,
-                write_refusal=self._shard.refusal,
+                write_refusal=self._shard.refusal or ("the disk is full" if self._gate.state == "full" else ""),
+                disk_state=self._gate.state,
+                slowed_seconds=self._gate.slowed_s,
+                appends_refused=self._gate.refused,
+                retention=self._keeper.counts,
+                deletions_pending=self._volume.deleter.pending,
+                tier=self._tier.status() if self._tier is not None else TierStatus(),
             )
 
     @property

@@ -15,6 +15,9 @@ MANIFEST_PREFIX = "manifest-"
 RELEASED_PREFIX = ".released-"
 """A partition's directory is renamed to this before its files are deleted, so that a crash never leaves half of it."""
 
+RELEASED_OBJECTS = "objects"
+"""File in such a directory: keys of the objects that are to be deleted first, one a line."""
+
 _SLUG_CHARACTERS_MAX = 40
 
 

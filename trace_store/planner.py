@@ -28,6 +28,7 @@ class MissingReason(enum.IntEnum):
     STALE = 5
     RELEASED = 6
     STORAGE_FAILED = 7
+    NOT_UPLOADED = 8
 
 
 @dataclass(frozen=True)

@@ -122,23 +122,45 @@ def rewrite(path: Path, scan: Scan) -> tuple[Path, SegmentIndex]:
     Raises:
         StorageFailed, StorageFull: the source stands as it was.
     """
+    writer = copy_rows(path, scan)
+    return replace_source(path, writer), writer.index
+
+
+def copy_rows(path: Path, scan: Scan) -> SegmentWriter:
+    """Write the good rows of a scan to a finished, synced file beside the source, not yet under the sealed name.
+
+    Raises:
+        StorageFailed, StorageFull: the source stands as it was.
+    """
     (path.parent / (path.stem + RECOVERING_SUFFIX)).unlink(missing_ok=True)
     writer = SegmentWriter(path.parent, path.stem, scan.header, RECOVERING_SUFFIX)
     try:
         for batch in scan.batches:
             writer.append_batch(batch)
-        sealed = writer.seal()
+        writer.finish()
+    except TraceStoreError:
+        writer.remove()
+        raise
+    return writer
+
+
+def replace_source(path: Path, writer: SegmentWriter) -> Path:
+    """Give a copy the sealed name and remove its source.
+
+    Raises:
+        StorageFailed, StorageFull: source, copy or both are there; both are whole, and the copy counts.
+    """
+    try:
+        sealed = writer.publish()
         if path != sealed:
-            path.unlink()
+            path.unlink(missing_ok=True)
             sync_directory(path.parent)
-    except (TraceStoreError, OSError) as error:
-        if writer.path.suffix == RECOVERING_SUFFIX:
-            writer.remove()
+    except OSError as error:
         raise error if isinstance(error, TraceStoreError) else storage_error(error, path) from error
     finally:
         writer.close()
     log.info("segment=%s recovered records=%d", sealed.name, writer.index.records)
-    return sealed, writer.index
+    return sealed
 
 
 def set_aside(path: Path, root: Path, reason: str) -> None:

@@ -18,8 +18,9 @@ from collections.abc import Callable
 
 from trace_store.catalog import Partition, Segment
 from trace_store.errors import FormatError, StorageFailed, TraceStoreError
-from trace_store.recovery import rewrite, set_aside
+from trace_store.recovery import copy_rows, replace_source, set_aside
 from trace_store.segment.scan import scan_segment
+from trace_store.segment.schema import SEALED_SUFFIX
 from trace_store.segment.writer import SegmentWriter
 from trace_store.volume import Volume
 
@@ -130,16 +131,22 @@ class Repairs:
         partition, segment = place
         before = writer.index.rows["checksum"].tolist()
         try:
-            path, index = rewrite(writer.path, scan_segment(writer.path))
+            copy = copy_rows(writer.path, scan_segment(writer.path))
         except FormatError as error:
             set_aside(writer.path, self._volume.root, str(error))
             left = []
             with self._volume.lock:
                 partition.segments.pop(segment.number, None)
         else:
-            left = index.rows["checksum"].tolist()
+            left = copy.index.rows["checksum"].tolist()
+            # Under the lock, since an index of one file must never be used on the other.
             with self._volume.lock:
-                segment.path, segment.index, segment.disk_bytes = path, index, path.stat().st_size
+                try:
+                    replace_source(writer.path, copy)
+                finally:
+                    if copy.path.suffix == SEALED_SUFFIX:
+                        writer.path = copy.path
+                        segment.path, segment.index, segment.disk_bytes = copy.path, copy.index, copy.written_bytes
         if left != before:
             log.error("a failed sync lost rows, segment=%s rows=%d left=%d", writer.name, len(before), len(left))
             with self._volume.lock:

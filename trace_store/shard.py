@@ -27,6 +27,7 @@ from trace_store.catalog import Partition, Segment
 from trace_store.chunk import check_chunk
 from trace_store.commands import AppendCommand, AppendResult, Command, ReleaseCommand, RollCommand, SealCommand
 from trace_store.errors import StorageFailed, TraceStoreError, Unavailable
+from trace_store.gate import DiskGate
 from trace_store.repair import Place, Repairs
 from trace_store.seal import seal_attempt
 from trace_store.segment.writer import SegmentWriter
@@ -48,6 +49,13 @@ SEGMENT_BYTES_MAX = 256 << 20
 ROLL_IDLE_S = 30.0
 """A segment that got no row for this long is rolled, so that it can be uploaded and opens without a scan."""
 
+ROLL_SEALED_S = 2.0
+"""With an object store, an open segment is rolled this long after a seal in it: so a sealed trajectory is in the bucket
+a few seconds later, and a steady stream of seals makes one segment per partition in that time."""
+
+UPLOAD_BYTES_MAX = 64 << 20
+"""Length of a segment with an object store: an upload is one request and holds it in memory."""
+
 REPAIR_TICK_S = 1.0
 
 DEFERRED_ERRORS_MAX = 10_000
@@ -62,13 +70,23 @@ class _Open:
     segment: Segment
     writer: SegmentWriter
     last_write_s: float = 0.0
+    roll_at_s: float | None = None
 
 
 class Shard:
     """Writer thread over a volume. Thread-safe."""
 
-    def __init__(self, volume: Volume, clock: Callable[[], float] = time.monotonic) -> None:
-        self._volume, self._clock = volume, clock
+    def __init__(
+        self,
+        volume: Volume,
+        clock: Callable[[], float] = time.monotonic,
+        gate: DiskGate | None = None,
+        upload: bool = False,
+    ) -> None:
+        """``gate`` brakes appends on a nearly full disk; with ``upload`` segments are rolled early and kept small."""
+        self._volume, self._clock, self._gate = volume, clock, gate
+        self._roll_sealed_s = ROLL_SEALED_S if upload else None
+        self._segment_bytes_max = UPLOAD_BYTES_MAX if upload else SEGMENT_BYTES_MAX
         self._queue: deque[Command] = deque()
         self._queued_bytes = self._arena_bytes = 0
         self._changed = threading.Condition()
@@ -92,21 +110,27 @@ class Shard:
         """Why writes are refused now, or an empty string."""
         return self._repairs.refusal
 
-    def submit(self, command: Command) -> None:
-        """Queue a command; blocks while the queue is full, unless the bytes are in an arena.
+    @property
+    def _own_bytes(self) -> int:
+        """Queued payload that no arena holds."""
+        return self._queued_bytes - self._arena_bytes
+
+    def submit(self, command: Command, *, urgent: bool = False) -> None:
+        """Queue a command; blocks while the queue is full, unless its bytes are in an arena. An ``urgent`` one goes in
+        front and never blocks.
 
         Raises:
             Unavailable: the store is closing.
         """
         with self._changed:
             arena_bytes = _arena_bytes(command)
-            while not arena_bytes and self._queued_bytes - self._arena_bytes > QUEUE_BYTES_MAX and not self._closing:
+            while self._own_bytes > QUEUE_BYTES_MAX and not (self._closing or urgent or arena_bytes):
                 self._changed.wait()
             if self._closing:
                 raise Unavailable("the store is closing")
             # From here on a caller that gives up cannot cancel it: the threads that answer must not trip over that.
             command.future.set_running_or_notify_cancel()
-            self._queue.append(command)
+            (self._queue.appendleft if urgent else self._queue.append)(command)
             self._queued_bytes += command.queue_bytes
             self._arena_bytes += arena_bytes
             self._changed.notify_all()
@@ -148,7 +172,8 @@ class Shard:
                     return self._queue.popleft()
                 if self._closing:
                     return None
-                self._changed.wait(REPAIR_TICK_S if self._repairs.pending else ROLL_IDLE_S / 4)
+                idle = max(self._next_idle_look - self._clock(), 0.0)
+                self._changed.wait(min(REPAIR_TICK_S, idle) if self._repairs.pending else idle)
 
     def _look_after(self) -> None:
         try:
@@ -203,6 +228,8 @@ class Shard:
         stored = 0
         if admission.chunk is not None:
             stored = admission.chunk.records
+            if self._gate is not None:
+                self._gate.admit(admission.chunk.payload_bytes)
             compress = self._queued_bytes - command.queue_bytes <= COMPRESS_BACKLOG_BYTES_MAX
             self._write(partition, methodcaller("append_chunk", admission.chunk, compress))
         result = AppendResult(stored, admission.duplicates)
@@ -217,6 +244,7 @@ class Shard:
         receipt, row = seal_attempt(partition, command, self._volume.server)
         if row is not None:
             self._write(partition, methodcaller("append_control", *row))
+            self._roll_soon(partition)
 
         def publish() -> None:
             with self._volume.lock:
@@ -236,6 +264,7 @@ class Shard:
         rows = self._volume.release_rows(partition, command.trajectories)
         for row in rows:
             self._write(partition, methodcaller("append_control", *row))
+            self._roll_soon(partition)
         self._answer_synced(command.future, len(rows))
 
     def _write(self, partition: Partition, write: Callable[[SegmentWriter], Any]) -> None:
@@ -252,7 +281,8 @@ class Shard:
             partition.apply(tail.segment, first_row)
         self._syncer.wrote(writer)
         tail.last_write_s = self._clock()
-        if writer.written_bytes >= SEGMENT_BYTES_MAX:
+        partition.written_at = self._volume.now()
+        if writer.written_bytes >= self._segment_bytes_max:
             self._roll(partition)
 
     def _open_segment(self, partition: Partition) -> _Open:
@@ -283,12 +313,20 @@ class Shard:
         for tail in list(self._open.values()):
             self._roll(tail.partition)
 
+    def _roll_soon(self, partition: Partition) -> None:
+        """A seal or release waits in the open segment for its upload."""
+        tail = self._open.get(id(partition))
+        if self._roll_sealed_s is not None and tail is not None and tail.roll_at_s is None:
+            tail.roll_at_s = self._clock() + self._roll_sealed_s
+            self._next_idle_look = min(self._next_idle_look, tail.roll_at_s)
+
     def _roll_idle(self) -> None:
         now = self._clock()
         for tail in list(self._open.values()):
-            if now - tail.last_write_s >= ROLL_IDLE_S:
+            if now - tail.last_write_s >= ROLL_IDLE_S or (tail.roll_at_s is not None and now >= tail.roll_at_s):
                 self._roll(tail.partition)
-        self._next_idle_look = now + ROLL_IDLE_S / 4
+        due = (tail.roll_at_s for tail in self._open.values() if tail.roll_at_s is not None)
+        self._next_idle_look = min(due, default=now + ROLL_IDLE_S / 4)
 
     def _forget(self, partition: Partition) -> None:
         """Let go of every segment of a partition that is being released."""
@@ -326,6 +364,8 @@ class Shard:
     def sync_failed(self, writer: SegmentWriter, error: TraceStoreError) -> None:
         place = self._places.get(writer)
         if place is not None:
+            with self._volume.lock:
+                place[1].path = writer.path
             self._repairs.add_doubtful(writer, place, error)
 
     def doubt(self) -> TraceStoreError | None:

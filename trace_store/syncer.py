@@ -107,6 +107,7 @@ class Syncer:
             except Exception as cause:  # a dead thread would leave every caller waiting
                 log.exception("a sync round failed")
                 error = StorageFailed(f"internal error, cause={cause!r}")
+                self._distrust(current, error)
             for done in current.waiting:
                 done(error)
 
@@ -116,6 +117,12 @@ class Syncer:
         for writer in current.closing:
             writer.close()
         return next((failure for failure in failures if failure is not None), None) or self._outcomes.doubt()
+
+    def _distrust(self, current: _Round, error: TraceStoreError) -> None:
+        for writer in current.dirty.union(current.rolling):
+            if not writer.discarded and writer.descriptor >= 0:
+                writer.doubt(error)
+                self._outcomes.sync_failed(writer, error)
 
     def _sync(self, writer: SegmentWriter) -> TraceStoreError | None:
         if writer.discarded:

@@ -16,32 +16,54 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from trace_store.catalog import Partition, Run, Segment
 from trace_store.checksum import RowKind
+from trace_store.deleter import Deleter
 from trace_store.errors import NotFound, SchemaMismatch, StorageFailed, TraceStoreError
 from trace_store.fetch import OpenSegment, read_record
-from trace_store.naming import MANIFEST_PREFIX, RELEASED_PREFIX, directory_name, segment_name
+from trace_store.naming import MANIFEST_PREFIX, RELEASED_OBJECTS, RELEASED_PREFIX, directory_name, segment_name
 from trace_store.opening import find_run
 from trace_store.record import Site
 from trace_store.recovery import set_aside
 from trace_store.seal import ControlRow
+from trace_store.segment.index import SegmentIndex
 from trace_store.segment.schema import SegmentHeader
 from trace_store.segment.writer import SegmentWriter, storage_error, sync_directory
+from trace_store.storage.base import Source
 from trace_store.storage.local import LocalSource
 
 log = logging.getLogger("trace_store.volume")
 
 
+class Objects(Protocol):
+    """What an object store behind the directory has to offer; ``trace_store.tier`` is one."""
+
+    def source(self, partition: Partition, segment: Segment) -> Source:
+        """A segment of the object store, opened. Wants the lock held; makes no request."""
+
+    def keys(self, partition: Partition) -> list[str]:
+        """Objects of a partition and of its segments on their way there. Wants the lock held; makes no request."""
+
+    def released(self, partition: Partition, directory: Path, keys: list[str]) -> None:
+        """The partition was renamed to ``directory``: delete the objects, then the directory."""
+
+
 class Volume:
     """The catalog of one data directory. ``epoch`` is unique to this opening and part of every segment name."""
 
-    def __init__(self, root: Path, server: str, epoch: str) -> None:
+    def __init__(self, root: Path, server: str, epoch: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.root, self.server, self.epoch = root, server, epoch
+        self._clock = clock
+        self._start = time.time() - clock()
         self.lock = threading.RLock()
         self.runs: dict[str, Run] = {}
+        self.objects: Objects | None = None
+        self.deleter = Deleter(clock)
         self._next_segment = 0
         self._next_sequence: dict[Path, int] = {}
         try:
@@ -65,7 +87,12 @@ class Volume:
             self.close()
             raise
 
+    def now(self) -> float:
+        """Seconds since 1970 at start, plus what the clock has counted: a jump of the wall clock ages nothing."""
+        return self._start + self._clock()
+
     def close(self) -> None:
+        self.deleter.close()
         os.close(self._lock_file)
 
     # -- runs and partitions
@@ -98,6 +125,11 @@ class Volume:
             self.runs[name] = Run(name, sites, directory)
             return True
 
+    def adopt(self, name: str, sites: tuple[Site, ...]) -> Run:
+        """A run that another server registered; its directory appears with its first segment here."""
+        with self.lock:
+            return self.runs.setdefault(name, Run(name, sites, self.root / "runs" / directory_name(name)))
+
     def run(self, name: str) -> Run:
         """A registered run.
 
@@ -127,8 +159,7 @@ class Volume:
         """Start the partition's next segment."""
         directory = partition.directory
         try:
-            directory.mkdir(exist_ok=True)
-            sync_directory(directory.parent)
+            _make_durable(directory)
         except OSError as error:
             raise storage_error(error, directory) from error
         sequence = self._next_sequence.get(directory, 0)
@@ -154,8 +185,46 @@ class Volume:
         """
         segment = partition.segments[number]
         header = SegmentHeader(partition.run.name, partition.name, partition.run.sites, self.server, 0)
-        name = segment.path.name
-        return OpenSegment(LocalSource(segment.path, name), name, header, segment.index)
+        return OpenSegment(self._source(partition, segment), segment.path.name, header, segment.index)
+
+    def _source(self, partition: Partition, segment: Segment) -> Source:
+        segment.read_at = self._clock()
+        if segment.local:
+            try:
+                return LocalSource(segment.path, segment.path.name)
+            except StorageFailed:
+                if not segment.uploaded or self.objects is None:
+                    raise
+        if self.objects is None:
+            raise StorageFailed(f"the segment is in an object store, segment={segment.path.name}")
+        return self.objects.source(partition, segment)
+
+    def segment_names(self, run_directory: str, partition_directory: str) -> set[str]:
+        """File names of the segments that the catalog has of a place. Wants the lock held."""
+        directory = self.root / "runs" / run_directory / partition_directory
+        for run in self.runs.values():
+            if run.directory.name == run_directory:
+                found = (p for p in run.partitions.values() if p.directory == directory)
+                return {segment.path.name for partition in found for segment in partition.segments.values()}
+        return set()
+
+    def enter_remote(
+        self, partition: Partition, name: str, header: SegmentHeader, index: SegmentIndex, size: int
+    ) -> Segment:
+        """Enter a segment of the object store. Wants the lock held."""
+        segment = Segment(
+            self._segment_number(),
+            partition.directory / name,
+            index,
+            local=False,
+            uploaded=True,
+            foreign=header.server != self.server,
+            object_bytes=size,
+        )
+        partition.load(segment)
+        following = max(self._next_sequence.get(partition.directory, 0), header.sequence + 1)
+        self._next_sequence[partition.directory] = following
+        return segment
 
     def read_record(self, partition: Partition, number: int, row: int) -> tuple[memoryview, memoryview, memoryview]:
         """Codes, scales and tensor scales of one stored record, verified."""
@@ -185,20 +254,36 @@ class Volume:
             unique = f"{self._segment_number()}-{self.epoch}"
             target = partition.run.directory / f"{RELEASED_PREFIX}{partition.directory.name}-{unique}"
             written = True
+            keys = self.objects.keys(partition) if self.objects is not None else []
+            if keys:
+                _note_objects(partition.directory, keys)
             try:
                 os.rename(partition.directory, target)
             except FileNotFoundError:
                 written = False
             except OSError as error:
                 raise storage_error(error, partition.directory) from error
-            partition.run.partitions.pop(partition.name, None)
-        if written:
-            delete_directory(target)
+            partition.run.forget(partition.name)
         try:
-            sync_directory(partition.run.directory)
+            if written:
+                sync_directory(partition.run.directory)
         except OSError as error:
             raise storage_error(error, partition.directory) from error
+        finally:
+            if self.objects is not None:
+                self.objects.released(partition, target, keys)
+            elif written:
+                self._delete(target)
         return len(partition.trajectories)
+
+    def _delete(self, directory: Path) -> None:
+        """Delete a released partition's files; one that names objects is left to the object tier."""
+
+        def delete() -> None:
+            if directory.exists() and not (directory / RELEASED_OBJECTS).exists():
+                shutil.rmtree(directory)
+
+        self.deleter.submit(directory.name, delete)
 
     def is_released(self, partition: Partition) -> bool:
         """Whether the catalog has another partition of this name, or none."""
@@ -210,20 +295,37 @@ class Volume:
         if not directory.is_dir():
             set_aside(directory, self.root, "no run")
             return
-        found = find_run(directory, self.root, delete_directory)
+        found = find_run(directory, self.root, self._delete)
         if found is None:
             return
         run = self.runs[found.name] = Run(found.name, found.sites, directory)
         for name, (path, segments) in found.partitions.items():
             partition = self.partition(run, name)
             for segment_path, header, index in segments:
-                partition.load(Segment(self._segment_number(), segment_path, index, segment_path.stat().st_size))
+                found_file = segment_path.stat()
+                partition.load(Segment(self._segment_number(), segment_path, index, found_file.st_size))
+                partition.written_at = max(partition.written_at, found_file.st_mtime)
                 self._next_sequence[path] = header.sequence + 1
             partition.publish_all()
 
     def _segment_number(self) -> int:
         self._next_segment += 1
         return self._next_segment
+
+
+def _note_objects(directory: Path, keys: list[str]) -> None:
+    """Leave in a partition's directory which objects go with it, so that a crash after the rename forgets none.
+
+    A full disk must not stop a release: then the objects are deleted all the same, unless this process dies first.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with open(directory / RELEASED_OBJECTS, "w", encoding="utf-8") as file:
+            file.write("".join(f"{key}\n" for key in keys))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        log.error("objects to delete cannot be noted, directory=%s cause=%s", directory.name, error.strerror)
 
 
 def _make_durable(path: Path) -> None:
@@ -235,18 +337,6 @@ def _make_durable(path: Path) -> None:
         directory.mkdir(exist_ok=True)
         sync_directory(directory.parent)
     sync_directory(path.parent)
-
-
-def delete_directory(path: Path) -> None:
-    """Delete a released partition's files on a thread of their own: a stuck delete blocks nothing."""
-
-    def delete() -> None:
-        try:
-            shutil.rmtree(path)
-        except OSError as error:
-            log.error("a released partition is not deleted yet, retried at next start, path=%s: %s", path.name, error)
-
-    threading.Thread(target=delete, name="trace-store-delete", daemon=True).start()
 
 
 def _compare_tables(run: str, known: tuple[Site, ...], offered: tuple[Site, ...]) -> None:

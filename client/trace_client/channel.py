@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from trace_client import fork
 from trace_client.arena import Arenas
 from trace_store import wire
 from trace_store.errors import (
@@ -64,6 +65,7 @@ class Channel:
     def __init__(self, target: str, tls: Tls | None, token: str | None, arena: str = "off") -> None:
         if not isinstance(target, str) or not target or (":" not in target and not target.startswith("unix:")):
             raise InvalidRequest(f"target must be host:port or unix:/path, got={target!r}", argument="target")
+        fork.check_connect()
         self.target = target
         self._process, self._closed = os.getpid(), False
         self._metadata = (("authorization", f"Bearer {_check_token(token)}"),) if token else ()
@@ -117,11 +119,11 @@ class Channel:
         """
         if self._closed:
             raise InvalidRequest("the client is closed", argument="client")
-        if os.getpid() != self._process:
-            raise Unsupported(
-                "the client was connected before this process was forked; connect again in the child,"
-                f" connected_pid={self._process} pid={os.getpid()}"
-            )
+        fork.check_same_process(self._process)
+
+    def ready_future(self) -> Any:
+        """A gRPC future that is done once the channel is connected."""
+        return grpc.channel_ready_future(self._channel)
 
     def wait_ready(self) -> None:
         """Wait for the connection.

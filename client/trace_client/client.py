@@ -15,12 +15,15 @@ from typing import Any
 
 from trace_client.arena import Slabs
 from trace_client.channel import Channel, Tls
+from trace_client.fleet import Fleet, merged, split_targets
+from trace_client.fleet_reader import FleetReader
+from trace_client.fleet_writer import FleetWriter
 from trace_client.reader import Reader
 from trace_client.writer import Writer
 from trace_store import wire
 from trace_store.arena import ARENA_BYTES_MAX
-from trace_store.errors import InvalidRequest
-from trace_store.record import Site, check_int, check_name, check_site_table
+from trace_store.errors import InvalidRequest, NotFound
+from trace_store.record import Receipt, Site, check_int, check_name, check_site_table
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 ARENA_BYTES = 64 << 20
@@ -123,18 +126,77 @@ class Client:
         self.close()
 
 
+class FleetClient(Client):
+    """A connection to several servers that share an object store (``trace_client.fleet``). Used like ``Client``."""
+
+    def __init__(self, fleet: Fleet, arena_bytes: int = ARENA_BYTES) -> None:
+        self._fleet, self._arena_bytes = fleet, arena_bytes
+
+    def describe(self) -> dict[str, str]:
+        """As ``Client.describe``, of the server that writes go to. Reads of a fleet come over the connection."""
+        channel = self._fleet.in_order()[0].channel
+        return {**Client(channel).describe(), "target": ",".join(e.channel.target for e in self._fleet.endpoints)}
+
+    def register(self, run: str, sites: Sequence[Site]) -> bool:
+        """Create a run on every server that answers. True if it was new to one of them."""
+        return any(self._fleet.each(lambda channel: Client(channel).register(run, sites)))
+
+    def sites(self, run: str) -> tuple[Site, ...]:
+        check_name(run, "run")
+        return self._fleet.first(lambda channel: channel.table(run))
+
+    def writer(self, run: str, partition: str, durability: str = "synced") -> FleetWriter:  # type: ignore[override]
+        """A writer that uses the first healthy server."""
+        return FleetWriter(self._fleet, run, partition, durability, self._arena_bytes)
+
+    def reader(  # type: ignore[override]
+        self, run: str, partition: str, receipts: Sequence[Receipt] = ()
+    ) -> FleetReader:
+        """A reader over all servers. Receipts tell it whom to ask, and what must exist."""
+        return FleetReader(self._fleet, run, partition, receipts)
+
+    def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> int:
+        """Release on every server that answers. Returns the largest count of one of them."""
+
+        def call(channel: Channel) -> int:
+            try:
+                return Client(channel).release(run, partition, trajectories)
+            except NotFound:
+                return 0
+
+        return max(self._fleet.each(call))
+
+    def list(self, run: str = "", partition: str = "") -> Iterator[Listed]:
+        """What the servers that answer have, merged by name."""
+
+        def call(channel: Channel) -> list[Listed]:
+            try:
+                return list(Client(channel).list(run, partition))
+            except NotFound:
+                return []
+
+        return merged([iter(rows) for rows in self._fleet.each(call)], lambda row: str(row.name))
+
+    def status(self) -> dict[str, Any]:
+        """State of the first server that answers."""
+        return self._fleet.first(lambda channel: Client(channel).status())
+
+    def close(self) -> None:
+        self._fleet.close()
+
+
 def connect(
-    target: str,
+    target: str | Sequence[str],
     *,
     tls: Tls | None = None,
     token: str | None = None,
     arena: str = "auto",
     arena_bytes: int = ARENA_BYTES,
 ) -> Client:
-    """Connect to a server and wait until it answers.
+    """Connect to a server and wait until it answers; or to several that share an object store.
 
     Args:
-        target: ``host:port`` or ``unix:/path``.
+        target: ``host:port`` or ``unix:/path``; a list of them, or a string with commas, for several servers.
         tls: None for plain text; ``Tls()`` trusts the system's authorities.
         token: bearer token, if the server wants one.
         arena: ``auto`` shares memory with a server on this host and sends bytes over the connection to any other;
@@ -147,7 +209,16 @@ def connect(
         Unsupported: arena is ``required`` and cannot be had; says why.
     """
     check_int(arena_bytes, "arena_bytes", Slabs.SLAB_BYTES, ARENA_BYTES_MAX)
-    channel = Channel(target, tls, token, arena)
+    targets = split_targets(target)
+    if len(targets) > 1 or not isinstance(target, str):
+        fleet = Fleet([Channel(name, tls, token, arena) for name in targets])
+        try:
+            fleet.connect()
+        except BaseException:
+            fleet.close()
+            raise
+        return FleetClient(fleet, arena_bytes)
+    channel = Channel(targets[0], tls, token, arena)
     try:
         channel.wait_ready()
         channel.arenas.probe()

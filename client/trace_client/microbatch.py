@@ -30,6 +30,7 @@ REASONS = {
     5: "stale policy version",
     6: "released",
     7: "storage failed",
+    8: "not uploaded",
 }
 """Texts of MissingReason on the wire."""
 
@@ -43,6 +44,24 @@ class MissingRows:
     start: int
     stop: int
     reason: str
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a microbatch lie in one flat memory: byte offsets, one a site.
+
+    Attributes:
+        rows: rows of every array.
+        sites: the sites, in the order of the offsets.
+        size: bytes in all.
+    """
+
+    rows: int
+    sites: tuple[Site, ...]
+    codes: tuple[int, ...]
+    scales: tuple[int, ...]
+    tensors: tuple[int, ...]
+    size: int
 
 
 @dataclass
@@ -65,26 +84,11 @@ class Microbatch:
     tensor_scales: dict[Site, npt.NDArray[np.float32]] = field(default_factory=dict)
     valid: dict[Site, npt.NDArray[np.bool_]] = field(default_factory=dict)
     missing: list[MissingRows] = field(default_factory=list)
+    layout: Layout = field(default=Layout(0, (), (), (), (), 0), repr=False)
+    memory: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8), repr=False)
+    """Flat memory that the layout divides; planes, scales and tensor scales are views of it."""
     all_valid: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), np.bool_), repr=False)
     """Rows of ``valid`` under each other, bool [sites, rows]."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the arrays of a microbatch lie in one flat memory: byte offsets, one a site.
-
-    Attributes:
-        rows: rows of every array.
-        sites: the sites, in the order of the offsets.
-        size: bytes in all.
-    """
-
-    rows: int
-    sites: tuple[Site, ...]
-    codes: tuple[int, ...]
-    scales: tuple[int, ...]
-    tensors: tuple[int, ...]
-    size: int
 
 
 def plan_layout(sites: Sequence[Site], rows: int) -> Layout:
@@ -102,15 +106,16 @@ def plan_layout(sites: Sequence[Site], rows: int) -> Layout:
 
 def view_microbatch(memory: npt.NDArray[np.uint8], layout: Layout) -> Microbatch:
     """A microbatch over ``memory`` (at least ``layout.size`` bytes) with every row invalid."""
-    rows, result = layout.rows, Microbatch(layout.rows)
-    result.all_valid = np.zeros((len(layout.sites), rows), np.bool_)
+    rows = layout.rows
+    valid = np.zeros((len(layout.sites), rows), np.bool_)
+    result = Microbatch(rows, layout=layout, memory=memory, all_valid=valid)
     for position, site in enumerate(layout.sites):
         code, scale, tensor = layout.codes[position], layout.scales[position], layout.tensors[position]
         codes = memory[code : code + rows * site.code_bytes]
         result.planes[site] = codes.reshape(rows, *site.code_form.row_shape(site.width))
         result.scales[site] = memory[scale : scale + rows * site.scale_bytes].reshape(rows, site.scale_bytes)
         result.tensor_scales[site] = memory[tensor : tensor + 4 * rows].view(np.float32)
-        result.valid[site] = result.all_valid[position]
+        result.valid[site] = valid[position]
     if layout.sites:
         memory[layout.tensors[0] : layout.size].view(np.float32).fill(np.nan)
     return result
@@ -126,6 +131,11 @@ class Buffers:
     def __init__(self) -> None:
         self._memory: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._arena: Arena | None = None
+
+    def microbatch(self, sites: Sequence[Site], rows: int) -> Microbatch:
+        """A microbatch in process memory with every row invalid."""
+        layout = plan_layout(sites, rows)
+        return view_microbatch(self.memory(layout.size), layout)
 
     def memory(self, size: int) -> npt.NDArray[np.uint8]:
         """``size`` bytes of process memory or more, as a new array object."""
@@ -174,18 +184,17 @@ class SpareBuffers:
 
 def place(
     batch: Microbatch,
-    layout: Layout,
-    memory: memoryview,
     positions: Sequence[int],
     dest_rows: Sequence[int],
     rows: Sequence[int],
     payload: memoryview,
 ) -> None:
-    """Copy one frame's slices to their rows of the flat memory; ``positions`` are those of the sites in the layout.
+    """Copy one frame's slices to their rows; ``positions`` are those of the sites in the layout.
 
     Raises:
         DataLoss: the frame does not fit the microbatch.
     """
+    layout, memory = batch.layout, batch.memory.data
     sites = layout.sites
     counts = list(zip(positions, dest_rows, rows, strict=True))
     code = 0

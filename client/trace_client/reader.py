@@ -9,14 +9,12 @@ from typing import Any
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 
 from trace_client.arena import Arena
 from trace_client.channel import Channel
 from trace_client.microbatch import (
     REASONS,
     Buffers,
-    Layout,
     Microbatch,
     MissingRows,
     SpareBuffers,
@@ -77,81 +75,88 @@ class Reader:
         self._channel.check_usable()
         wanted = check_spans(spans)
         chosen = self.sites if sites is None else self._check_sites(sites)
-        numbers = [self._numbers[site] for site in chosen]
         check_int(policy_version_min, "policy_version_min", 0, POLICY_VERSION_MAX)
         layout = plan_layout(chosen, rows_of(wanted))
-        request = service_pb2.ReadRequest(
-            run=self.run,
-            partition=self.partition,
-            spans=[_span_to_wire(span) for span in wanted],
-            sites=numbers,
-            include_open=include_open,
-            policy_version_min=policy_version_min,
-        )
+        options = {"include_open": include_open, "policy_version_min": policy_version_min, "timeout_s": timeout_s}
         buffers = out if out is not None else self._spare.take()
         arena = buffers.arena(self._channel.arenas, layout.size)
         memory = arena.array() if arena is not None else buffers.memory(layout.size)
         if out is None:
             self._spare.give_back_after(memory, buffers)
-        if arena is None:
-            return self._read_stream(request, wanted, layout, memory, timeout_s)
-        try:
-            return self._read_arena(request, wanted, layout, arena, memory, timeout_s)
-        except BaseException as error:
-            buffers.drop_arena()
-            if not (isinstance(error, InvalidRequest) and error.argument == "arena"):
-                raise
-        # The server was restarted and knows the arena no more. Once is enough: what comes next has its own answer.
-        request.ClearField("target")
-        return self._read_stream(request, wanted, layout, buffers.memory(layout.size), timeout_s)
+        if arena is not None:
+            try:
+                return self._read_arena(view_microbatch(memory, layout), wanted, arena, options)
+            except BaseException as error:
+                buffers.drop_arena()
+                if not (isinstance(error, InvalidRequest) and error.argument == "arena"):
+                    raise
+            # The server was restarted and knows the arena no more.
+            memory = buffers.memory(layout.size)
+        batch = view_microbatch(memory, layout)
+        self.fill(batch, wanted, **options)
+        return batch
 
-    def _read_stream(
+    def fill(
         self,
-        request: Any,
-        spans: Sequence[TokenSpan],
-        layout: Layout,
-        memory: npt.NDArray[np.uint8],
-        timeout_s: float,
-    ) -> Microbatch:
-        batch, flat = view_microbatch(memory, layout), memory.data
-        positions = {self._numbers[site]: position for position, site in enumerate(layout.sites)}
+        batch: Microbatch,
+        wanted: Sequence[TokenSpan],
+        *,
+        include_open: bool = False,
+        policy_version_min: int = 0,
+        timeout_s: float = READ_TIMEOUT_S,
+    ) -> None:
+        """Read checked spans at the sites of a microbatch into it, over the connection; rows that it does not deliver
+        are left as they are.
+
+        Raises:
+            Unavailable, DeadlineExceeded: some rows may have arrived; ``valid`` says which.
+        """
+        request = self._request(batch, wanted, include_open, policy_version_min)
+        positions = {self._numbers[site]: position for position, site in enumerate(batch.layout.sites)}
         for message in self._messages(request, timeout_s):
             header, payload = wire.parse_read(message)
             try:
                 sites = [positions[number] for number in header.sites]
             except KeyError:
                 raise DataLoss("a read message names a site that was not asked for") from None
-            place(batch, layout, flat, sites, header.dest_rows, header.rows, payload)
-            batch.missing.extend(self._missing(spans, header))
-        return batch
+            place(batch, sites, header.dest_rows, header.rows, payload)
+            batch.missing.extend(self._missing(wanted, header))
 
     def _read_arena(
-        self,
-        request: Any,
-        spans: Sequence[TokenSpan],
-        layout: Layout,
-        arena: Arena,
-        memory: npt.NDArray[np.uint8],
-        timeout_s: float,
+        self, batch: Microbatch, wanted: Sequence[TokenSpan], arena: Arena, options: dict[str, Any]
     ) -> Microbatch:
-        batch = view_microbatch(memory, layout)
+        """Let the server put the rows where they belong."""
+        layout = batch.layout
+        request = self._request(batch, wanted, options["include_open"], options["policy_version_min"])
         target = request.target
         target.arena, target.rows = arena.id, layout.rows
         target.codes_offsets.extend(layout.codes)
         target.scales_offsets.extend(layout.scales)
         target.tensor_scales_offsets.extend(layout.tensors)
-        headers = [wire.parse_read(message)[0] for message in self._messages(request, timeout_s)]
-        for span in spans:
+        headers = [wire.parse_read(message)[0] for message in self._messages(request, options["timeout_s"])]
+        for span in wanted:
             batch.all_valid[:, span.dest_row : span.dest_row + span.tokens] = True
         positions = {self._numbers[site]: position for position, site in enumerate(layout.sites)}
         for header in headers:
             for missing in header.missing:
-                shift = spans[missing.span].dest_row - spans[missing.span].start
+                shift = wanted[missing.span].dest_row - wanted[missing.span].start
                 rows = slice(missing.start + shift, missing.stop + shift)
                 batch.all_valid[positions[missing.site], rows] = False
                 batch.tensor_scales[self.sites[missing.site]][rows] = np.nan
-            batch.missing.extend(self._missing(spans, header))
+            batch.missing.extend(self._missing(wanted, header))
         return batch
+
+    def _request(
+        self, batch: Microbatch, wanted: Sequence[TokenSpan], include_open: bool, policy_version_min: int
+    ) -> Any:
+        return service_pb2.ReadRequest(
+            run=self.run,
+            partition=self.partition,
+            spans=[_span_to_wire(span) for span in wanted],
+            sites=[self._numbers[site] for site in batch.layout.sites],
+            include_open=include_open,
+            policy_version_min=policy_version_min,
+        )
 
     def _messages(self, request: Any, timeout_s: float) -> Iterator[bytes]:
         try:

@@ -21,23 +21,19 @@ that comes twice is refused: rejected draft tokens must not be recorded, and a t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from trace_store import Receipt, Site, codebook
+from trace_client.span_buffer import Bytes, OpenRows, Piece, Rows, Span, pack_codes, pieces, scale_rows
+from trace_store import Receipt, Site
 from trace_store.errors import InvalidRequest
 
 __all__ = ["KVCache", "KVRecorder", "Recorder", "TrajectoryWriter"]
 
-Bytes = npt.NDArray[np.uint8]
-Rows = tuple[Bytes, Bytes, npt.NDArray[np.float32]]
-"""Packed code rows, block scales, decode scale [1] or per row; the value of a site in ``TrajectoryWriter.append``."""
-
 SPAN_TOKENS = 64
-"""Tokens per append. A span of 64 tokens at 24 sites is one message of about 250 KB at hidden 2048."""
+"""Tokens per append. 64 tokens at 20 sites of width 2048 in form b1 are one message of 490 KB."""
 
 KV_SPAN_TOKENS = 1024
 """Tokens per append of gathered K and V, which are all there at once."""
@@ -61,80 +57,13 @@ class KVCache(Protocol):
         [start, stop) at ``site``."""
 
 
-def pack_codes(site: Site, codes: Bytes) -> Bytes:
-    """Codes uint8 [T, W] (0 to 15) to uint8 [T, *row] in the form of ``site``."""
-    if codes.ndim != 2 or codes.shape[1] != site.width:
-        raise InvalidRequest(
-            f"codes must have shape [T, {site.width}], site={site.name} shape={list(codes.shape)}", argument="codes"
-        )
-    if site.form == "full":
-        return codebook.pack_full(codes)
-    return codebook.pack(codes, bits=site.code_form.bits)
-
-
-@dataclass
-class _Span:
-    """Rows of one trajectory and site for tokens [start, start + filled)."""
-
-    start: int
-    planes: Bytes
-    scales: Bytes
-    tensor_scale: npt.NDArray[np.float32]
-    filled: int = 0
-
-    @classmethod
-    def empty(cls, site: Site, start: int, tokens: int) -> _Span:
-        row = site.code_form.row_shape(site.width)
-        return cls(
-            start,
-            np.empty((tokens, *row), np.uint8),
-            np.empty((tokens, site.scale_bytes), np.uint8),
-            np.empty(tokens, np.float32),
-        )
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.filled
-
-    def take(self, rows: Rows, start: int, count: int) -> None:
-        """Copy ``count`` rows from ``rows[start:]`` behind those that are there."""
-        filled = slice(self.filled, self.filled + count)
-        self.planes[filled] = rows[0][start : start + count]
-        self.scales[filled] = rows[1][start : start + count]
-        self.tensor_scale[filled] = rows[2][start : start + count]
-        self.filled += count
-
-    def rows(self) -> Rows:
-        scale = self.tensor_scale[: self.filled]
-        # A static scale is one value, not one per token: 4 bytes a token and site less, a tenth of a b1 K row.
-        return self.planes[: self.filled], self.scales[: self.filled], scale[:1] if (scale == scale[0]).all() else scale
-
-
-class _Open:
-    """Rows of one trajectory that were recorded and not yet appended."""
-
-    def __init__(self, attempt: int) -> None:
-        self.attempt = attempt
-        self.spans: dict[Site, _Span] = {}
-        self.complete: dict[tuple[int, int], dict[Site, Rows]] = {}
-
-    def close_span(self, site: Site) -> tuple[int, int] | None:
-        """Move the site's span to the complete ones; its (start, stop), or None if it is empty."""
-        span = self.spans.pop(site, None)
-        if span is None or not span.filled:
-            return None
-        key = (span.start, span.stop)
-        self.complete.setdefault(key, {})[site] = span.rows()
-        return key
-
-
 class Recorder:
     """Capture of the sites that a forward pass quantizes, for a batch of trajectories at a time.
 
     Args:
         writer: what ``client.writer`` returned.
         sites: the sites that ``record`` will get; a span is appended once all of them have its rows.
-        span_tokens: tokens per append; longer spans are fewer, larger messages and more rows at risk in a crash.
+        span_tokens: tokens per append; a crash of the rollout loses the rows of the spans that are not complete.
         policy_version: version of the weights that the rollout runs, stored with every row.
     """
 
@@ -152,7 +81,7 @@ class Recorder:
         self._sites = tuple(sites)
         self._span_tokens = span_tokens
         self._policy_version = policy_version
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, OpenRows] = {}
         self._next: dict[tuple[str, Site], int] = {}
         self._attempts: dict[str, int] = {}
 
@@ -160,7 +89,7 @@ class Recorder:
         self,
         site: Site,
         trajectories: Sequence[str],
-        positions: Sequence[int] | npt.NDArray[np.integer[Any]],
+        positions: Sequence[int] | npt.NDArray[Any],
         codes: Bytes,
         scales: Bytes,
         tensor_scale: Any,
@@ -176,26 +105,31 @@ class Recorder:
             tensor_scale: decode scale, a scalar or float32 [rows].
 
         Raises:
-            InvalidRequest: an unknown site, a wrong shape, or a position that was recorded before. Rows of the call
-                before the refused one are kept.
+            InvalidRequest: an unknown site, a wrong shape, or a position that was recorded before; nothing is taken.
+            TraceStoreError: an append failed. The rows were taken; the next call or ``finish`` sends them again.
         """
         if site not in self._sites:
             raise InvalidRequest(f"site is none of the recorder's, site={site.name}", argument="site")
         planes = pack_codes(site, codes)
-        scale = np.broadcast_to(np.asarray(tensor_scale, np.float32), (len(planes),))
-        for argument, rows in (("trajectories", trajectories), ("positions", positions), ("scales", scales)):
-            if len(rows) != len(planes):
+        scale = scale_rows(tensor_scale, len(planes))
+        for argument, entries in (("trajectories", trajectories), ("positions", positions)):
+            if len(entries) != len(planes):
                 raise InvalidRequest(
-                    f"{argument} must have one entry per row of codes, entries={len(rows)} rows={len(planes)}",
+                    f"{argument} must have one entry per row of codes, entries={len(entries)} rows={len(planes)}",
                     argument=argument,
                 )
-        row = 0
-        while row < len(planes):
-            stop = _run_end(trajectories, positions, row)
-            self._take(
-                site, trajectories[row], int(positions[row]), (planes[row:stop], scales[row:stop], scale[row:stop])
+        if scales.shape != (len(planes), site.scale_bytes):
+            raise InvalidRequest(
+                f"scales must have shape [{len(planes)}, {site.scale_bytes}], site={site.name} "
+                f"shape={list(scales.shape)}",
+                argument="scales",
             )
-            row = stop
+        cut = list(pieces(trajectories, positions))
+        self._advance(site, cut)
+        for trajectory, position, place in cut:
+            self._take(site, trajectory, position, (planes[place], scales[place], scale[place]))
+        for trajectory in dict.fromkeys(trajectories):
+            self._append_whole(trajectory)
 
     def restart(self, trajectory: str) -> int:
         """Begin the trajectory's next attempt: drop rows not yet appended, take positions from the beginning.
@@ -237,45 +171,44 @@ class Recorder:
             self._next.pop((trajectory, site), None)
         return receipt
 
+    def _advance(self, site: Site, cut: Sequence[Piece]) -> None:
+        """Move the site's next positions behind ``cut``, or refuse all of them."""
+        following: dict[tuple[str, Site], int] = {}
+        for trajectory, position, rows in cut:
+            key = (trajectory, site)
+            if position < following.get(key, self._next.get(key, 0)):
+                raise InvalidRequest(
+                    f"position was recorded before, trajectory={trajectory!r} site={site.name} position={position}; "
+                    f"restart() begins a new attempt",
+                    argument="positions",
+                )
+            following[key] = position + rows.stop - rows.start
+        self._next.update(following)
+
     def _take(self, site: Site, trajectory: str, position: int, rows: Rows) -> None:
-        open_ = self._open.setdefault(trajectory, _Open(self.attempt(trajectory)))
-        expected = self._next.get((trajectory, site), 0)
-        if position < expected:
-            raise InvalidRequest(
-                f"position was recorded before, trajectory={trajectory!r} site={site.name} position={position}; "
-                f"restart() begins a new attempt",
-                argument="positions",
-            )
-        count = len(rows[0])
-        self._next[trajectory, site] = position + count
-        done = 0
+        open_ = self._open.setdefault(trajectory, OpenRows(self.attempt(trajectory)))
+        count, done = len(rows[0]), 0
         while done < count:
-            span = self._span_at(open_, trajectory, site, position + done)
+            span = open_.spans.get(site)
+            if span is None or span.stop != position + done:
+                open_.close_span(site)
+                span = open_.spans[site] = Span.empty(site, position + done, self._span_tokens)
             room = min(self._span_tokens - span.filled, count - done)
             span.take(rows, done, room)
             done += room
             if span.filled == self._span_tokens:
-                self._close(open_, trajectory, site)
+                open_.close_span(site)
 
-    def _span_at(self, open_: _Open, trajectory: str, site: Site, position: int) -> _Span:
-        """The site's open span, if it continues at ``position``, else a new one."""
-        span = open_.spans.get(site)
-        if span is not None and span.stop == position:
-            return span
-        self._close(open_, trajectory, site)
-        open_.spans[site] = _Span.empty(site, position, self._span_tokens)
-        return open_.spans[site]
-
-    def _close(self, open_: _Open, trajectory: str, site: Site) -> None:
-        key = open_.close_span(site)
-        if key is not None and len(open_.complete[key]) == len(self._sites):
+    def _append_whole(self, trajectory: str) -> None:
+        """Append the spans that every site has completed."""
+        open_ = self._open[trajectory]
+        for key in sorted(key for key, sites in open_.complete.items() if len(sites) == len(self._sites)):
             self._append(trajectory, open_, key)
 
-    def _append(self, trajectory: str, open_: _Open, key: tuple[int, int]) -> None:
+    def _append(self, trajectory: str, open_: OpenRows, key: tuple[int, int]) -> None:
         self._writer.append(
             trajectory, key[0], open_.complete[key], attempt=open_.attempt, policy_version=self._policy_version
         )
-        # After the append: a typed, retryable error leaves the rows here, and repeating ``finish`` sends them again.
         del open_.complete[key]
 
 
@@ -337,15 +270,3 @@ class KVRecorder:
             np.ascontiguousarray(scales),
             np.atleast_1d(np.asarray(tensor_scale, np.float32)),
         )
-
-
-def _run_end(trajectories: Sequence[str], positions: Sequence[int] | npt.NDArray[np.integer[Any]], row: int) -> int:
-    """End of the rows from ``row`` on that are consecutive tokens of one trajectory."""
-    stop = row + 1
-    while (
-        stop < len(trajectories)
-        and trajectories[stop] == trajectories[row]
-        and int(positions[stop]) == int(positions[row]) + stop - row
-    ):
-        stop += 1
-    return stop

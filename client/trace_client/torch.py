@@ -82,7 +82,7 @@ def guided_fake_quant(
         InvalidRequest: shape, dtype, format, bits or rule is wrong; the message names the argument.
     """
     if x.device.type == "cuda":
-        from trace_kernels.torch_op import guided_round
+        from trace_kernels.torch_op import guided_round  # type: ignore[import-not-found, unused-ignore]
 
         result: torch.Tensor = guided_round(
             x, planes, scales, tensor_scale, valid,

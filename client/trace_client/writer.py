@@ -49,8 +49,17 @@ class Writer:
         sent_bytes: payload sent.
     """
 
-    def __init__(self, channel: Channel, run: str, partition: str, durability: str, arena_bytes: int) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        run: str,
+        partition: str,
+        durability: str,
+        arena_bytes: int,
+        resume_timeout_s: float | None = None,
+    ) -> None:
         self._channel, self._arena_bytes = channel, arena_bytes
+        self._resume_timeout_s = RESUME_TIMEOUT_S if resume_timeout_s is None else resume_timeout_s
         self.run, self.partition = check_name(run, "run"), check_name(partition, "partition")
         self.durability = check_durability(durability)
         self.sites: tuple[Site, ...] = channel.table(run)
@@ -190,7 +199,10 @@ class Writer:
         """
         old.end()
         pending = [(sent, old) for sent in old.unanswered()]
-        error, deadline = old.broken or Unavailable("the append stream ended"), time.monotonic() + RESUME_TIMEOUT_S
+        error, deadline = (
+            old.broken or Unavailable("the append stream ended"),
+            time.monotonic() + self._resume_timeout_s,
+        )
         if pending and type(error) is not Unavailable:
             raise error
         while True:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -20,13 +21,16 @@ from trace_server.metrics import Metrics
 from trace_store import wire
 from trace_store.commands import AppendResult
 from trace_store.engine import Engine
-from trace_store.errors import InvalidRequest, TraceStoreError, Unavailable
+from trace_store.errors import InvalidRequest, StorageFailed, TraceStoreError, Unavailable
 from trace_store.record import Site, check_name
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 log = logging.getLogger("trace_server.append")
 
 MESSAGES_UNANSWERED_MAX = 256
+
+PREPARE_S = 2.0
+"""Longest wait of a new stream for what other servers have uploaded of its partition."""
 
 _Pending = tuple[int, float, "asyncio.Future[AppendResult] | TraceStoreError"]
 
@@ -54,6 +58,7 @@ class AppendStream:
         if first is None:
             return
         self._open(first)
+        await self._prepare()
         yield service_pb2.AppendResponse(credit_bytes=CREDIT_BYTES).SerializeToString()
         self._metrics.streams.inc()
         self._reader = reader = asyncio.create_task(self._read(requests))
@@ -77,6 +82,11 @@ class AppendStream:
         self._run = check_name(header.open.run, "run")
         self._partition = check_name(header.open.partition, "partition")
         self._durability = wire.durability_from_wire(header.open.durability)
+
+    async def _prepare(self) -> None:
+        look = asyncio.to_thread(self._engine.prepare, self._run, self._partition)
+        with suppress(asyncio.TimeoutError, StorageFailed):  # a rollout does not wait for an object store that hangs
+            await asyncio.wait_for(look, PREPARE_S)
         self._table = self._engine.sites(self._run)
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:

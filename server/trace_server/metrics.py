@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from trace_server.storage_metrics import disk_state_gauge, storage_counters, tier_gauges
 from trace_store import errors
 from trace_store.engine import Engine
 from trace_store.planner import MissingReason
@@ -89,8 +90,15 @@ class _EngineCollector(Collector):
             ("disk_free_bytes", "Bytes free on the data disk", usage.disk_free_bytes),
             ("queue_bytes", "Payload accepted and not yet written", usage.queued_bytes),
             ("writes_refused", "1 while writes are refused because of the disk", int(bool(usage.write_refusal))),
+            ("deletions_pending", "Deletions asked for and not done", usage.deletions_pending),
+            *tier_gauges(usage.tier),
         )
-        return [_gauge("usage_failed", USAGE_FAILED_TEXT, 0), *(_gauge(*gauge) for gauge in gauges)]
+        return [
+            _gauge("usage_failed", USAGE_FAILED_TEXT, 0),
+            *(_gauge(*gauge) for gauge in gauges),
+            *storage_counters(usage),
+            disk_state_gauge(usage.disk_state),
+        ]
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

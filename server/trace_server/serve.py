@@ -15,6 +15,7 @@ import uvloop
 
 from trace_server.app import Listen, Server, serve
 from trace_server.http import DEFAULT_METRICS, split_address
+from trace_server.storage_options import add_options, limits_of, object_store_of
 from trace_store.engine import Engine
 from trace_store.errors import InvalidRequest, TraceStoreError
 
@@ -36,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
     result = argparse.ArgumentParser(prog="trace-store serve", description=HELP)
     result.add_argument("--data", default=environment("DATA"), help="data directory (TRACE_STORE_DATA)")
+    add_options(result)
     result.add_argument("--listen", default=environment("LISTEN", DEFAULT_LISTEN), help="host:port or unix:/path")
     result.add_argument(
         "--metrics",
@@ -89,7 +91,8 @@ def command(argv: list[str]) -> int:
     )
     try:
         listen = _listen(arguments)
-        engine = Engine(Path(arguments.data), arguments.name)
+        limits, objects = limits_of(arguments), object_store_of(arguments)
+        engine = Engine(Path(arguments.data), arguments.name, limits=limits, objects=objects)
         try:
             uvloop.run(serve(engine, listen, lambda server: _announce(server, listen, arguments.ready_file)))
         finally:

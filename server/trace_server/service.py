@@ -83,7 +83,7 @@ class TraceStoreService:
         return service_pb2.RegisterResponse(created=created)
 
     async def describe_run(self, request: Any) -> Any:
-        sites = self._engine.sites(check_name(request.run, "run"))
+        sites = await asyncio.to_thread(self._engine.find, check_name(request.run, "run"))
         return service_pb2.DescribeRunResponse(sites=[wire.site_to_wire(site) for site in sites])
 
     async def append(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
@@ -220,11 +220,14 @@ class TraceStoreService:
 
     async def release(self, request: Any) -> Any:
         names = list(request.trajectories) or None
-        released = await wait_for(self._engine.release(check_name(request.run, "run"), request.partition, names))
+        check_name(request.run, "run")
+        future = await asyncio.to_thread(self._engine.release, request.run, request.partition, names)
+        released = await wait_for(future)
         self._metrics.releases.inc(released)
         return service_pb2.ReleaseResponse(released=released)
 
     async def list(self, request: Any) -> Any:
+        await asyncio.to_thread(self._engine.load_listing, request.run)
         return await asyncio.to_thread(listing.list_entries, self._engine, request)
 
     async def status(self, request: Any) -> Any:
@@ -244,6 +247,13 @@ class TraceStoreService:
             disk_free_bytes=usage.disk_free_bytes,
             queued_bytes=usage.queued_bytes,
             write_refusal=usage.write_refusal,
+            disk_state=usage.disk_state,
+            object_store=usage.tier.url,
+            upload_queue_segments=usage.tier.waiting,
+            upload_queue_bytes=usage.tier.waiting_bytes,
+            upload_lag_seconds=round(usage.tier.lag_s, 3),
+            object_store_error=usage.tier.error,
+            remote_segments=usage.tier.remote_segments,
         )
 
 

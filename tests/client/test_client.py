@@ -38,9 +38,7 @@ def test_bad_names_are_refused_with_the_argument(client: Any, run: str, sites: t
         assert caught.value.argument == argument
 
 
-def test_names_at_the_limit_travel_and_stay_apart(
-    client: Any, run: str, records: Any, sites: tuple[Site, ...]
-) -> None:
+def test_names_at_the_limit_travel_and_stay_apart(client: Any, run: str, records: Any, sites: tuple[Site, ...]) -> None:
     names = ["a" * 512, "é" * 256, "a/b", "a-SEP-b", "a%2Fb", "caf\u00e9", "cafe\u0301", "x-" + "0" * 32]
     for number, name in enumerate(names):
         with client.writer(run, name) as writer:

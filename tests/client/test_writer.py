@@ -176,8 +176,8 @@ def test_a_seal_is_idempotent_and_finds_holes(client: Any, run: str, records: An
         assert writer.seal("t", tokens=7, prompt_tokens=2, allow_holes=True) == receipt
         with pytest.raises(Conflict, match="other counts"):
             writer.seal("t", tokens=8, prompt_tokens=2, allow_holes=True)
+        writer.append("u", 0, records(9))
         with pytest.raises(InvalidRequest) as beyond:
-            writer.append("u", 0, records(9))
             writer.seal("u", tokens=4, prompt_tokens=0)
         assert beyond.value.argument == "tokens"
         for tokens, prompt in ((0, 0), (-1, 0), (4, 5), (4, -1), (2.0, 1)):

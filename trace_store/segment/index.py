@@ -97,11 +97,11 @@ class SegmentIndex:
         return bytes(sink.getvalue())
 
     @classmethod
-    def from_bytes(cls, encoded: bytes | memoryview, segment: str) -> SegmentIndex:
+    def from_bytes(cls, encoded: bytes | memoryview, segment: str, segment_bytes: int) -> SegmentIndex:
         """Parse what ``to_bytes`` wrote.
 
         Raises:
-            FormatError: it is no index.
+            FormatError: it is no index of a file of ``segment_bytes``: no offset or length is believed beyond that.
         """
         try:
             batch = pa.ipc.open_stream(pa.py_buffer(encoded)).read_next_batch()
@@ -112,7 +112,13 @@ class SegmentIndex:
                     names = column.dictionary.to_pylist()
                     column = column.indices
                 rows[name] = column.to_numpy(zero_copy_only=False)
-        except (pa.ArrowException, KeyError, ValueError, StopIteration) as error:
+            inside = not len(rows) or int(rows["trajectory"].max()) < len(names)
+            for prefix in ("codes", "scales", "tensor"):
+                ends = rows[f"{prefix}_offset"] + rows[f"{prefix}_bytes"].astype(np.uint64)
+                inside = inside and not bool((ends > segment_bytes).any() or (ends < rows[f"{prefix}_offset"]).any())
+            if not inside:
+                raise ValueError("a row points outside the file or its names")
+        except (pa.ArrowException, KeyError, ValueError, StopIteration, AttributeError) as error:
             raise FormatError(f"segment index is malformed, segment={segment} cause={error!r}") from error
         index = cls()
         index.trajectories = names

@@ -34,9 +34,14 @@ def open_sealed(path: Path) -> tuple[SegmentHeader, SegmentIndex]:
     """
     try:
         with pa.OSFile(os.fspath(path), "rb") as file:
-            return _open(file, path.name)
+            return _open(file, path.name, file.size())
     except OSError as error:
         raise FormatError(f"segment cannot be opened, segment={path.name} cause={error}") from error
+
+
+def open_content(content: bytes | bytearray, name: str) -> tuple[SegmentHeader, SegmentIndex]:
+    """The same for the bytes of a segment. Raises FormatError."""
+    return _open(pa.BufferReader(content), name, len(content))
 
 
 def open_source(source: Source) -> tuple[SegmentHeader, SegmentIndex]:
@@ -48,14 +53,14 @@ def open_source(source: Source) -> tuple[SegmentHeader, SegmentIndex]:
     """
     file = _TailFile(source)
     try:
-        return _open(pa.PythonFile(file, "r"), source.name)
+        return _open(pa.PythonFile(file, "r"), source.name, source.size())
     except FormatError:
         if file.failure is not None:
             raise file.failure from None
         raise
 
 
-def _open(file: Any, name: str) -> tuple[SegmentHeader, SegmentIndex]:
+def _open(file: Any, name: str, size: int) -> tuple[SegmentHeader, SegmentIndex]:
     try:
         reader = pa.ipc.open_file(file)
         header = read_header(reader.schema, name)
@@ -63,7 +68,7 @@ def _open(file: Any, name: str) -> tuple[SegmentHeader, SegmentIndex]:
             raise FormatError(f"segment has no index row, segment={name}")
         last = reader.get_batch(reader.num_record_batches - 1)
         last.validate(full=True)
-        return header, _read_index(header, last, name)
+        return header, _read_index(header, last, name, size)
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         if isinstance(error, FormatError):
             raise
@@ -108,9 +113,9 @@ class _TailFile(io.RawIOBase):
         return bytes(part)
 
 
-def _read_index(header: SegmentHeader, batch: pa.RecordBatch, name: str) -> SegmentIndex:
+def _read_index(header: SegmentHeader, batch: pa.RecordBatch, name: str, size: int) -> SegmentIndex:
     row = np.zeros(1, [("kind", "u1"), ("scales_encoding", "u1")] + [(n, "u8") for n in _INDEX_KEYS])[0]
-    if batch.num_rows != 1 or batch.column("kind")[0].as_py() != RowKind.INDEX:
+    if batch.num_rows != 1 or any(c.null_count for c in batch.columns) or batch["kind"][0].as_py() != RowKind.INDEX:
         raise FormatError(f"last row is no index, segment={name}")
     row["kind"] = RowKind.INDEX
     for key in _INDEX_KEYS:
@@ -120,7 +125,7 @@ def _read_index(header: SegmentHeader, batch: pa.RecordBatch, name: str) -> Segm
         verify_row(header, row, "", blob, memoryview(b""), memoryview(b""))
     except DataLoss as error:
         raise FormatError(f"index does not match its checksum, segment={name}") from error
-    return SegmentIndex.from_bytes(blob, name)
+    return SegmentIndex.from_bytes(blob, name, size)
 
 
 _INDEX_KEYS = ("attempt", "policy_version", "site", "start", "stop", "checksum")

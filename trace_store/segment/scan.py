@@ -243,13 +243,13 @@ def _keep_good_rows(batch: pa.RecordBatch, data: pa.Buffer, scan: Scan) -> None:
             raise ValueError("values do not lie in the file, as in a compressed batch")
         return position
 
-    if any(column.null_count for column in batch.columns):
-        scan.damage.append("record batch dropped, it holds nulls")
+    if not batch.num_rows or any(column.null_count for column in batch.columns):
+        scan.damage.append("record batch dropped, it holds nulls or no rows")
         return
     try:
         rows = index_rows(batch, place, scan.index)
         columns = [batch.column(name) for name in ("codes", "scales", "tensor_scales")]
-    except (pa.ArrowException, ValueError, KeyError) as error:
+    except (pa.ArrowException, ValueError, KeyError, IndexError, TypeError) as error:
         scan.damage.append(f"record batch dropped, cause={error!r}")
         return
     good = np.ones(len(rows), bool)

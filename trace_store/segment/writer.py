@@ -201,10 +201,15 @@ class SegmentWriter:
         try:
             os.fdatasync(self.descriptor)
         except OSError as error:
-            raise self._doubt(error) from error
+            raise self.doubt(storage_error(error, self.path)) from error
 
     def seal(self) -> Path:
         """Write index row and footer, sync, rename to the sealed name, sync the directory."""
+        self.finish()
+        return self.publish()
+
+    def finish(self) -> None:
+        """Write index row and footer, and sync."""
         blob = self.index.to_bytes()
         if self.abandoned is not None:
             raise self.abandoned
@@ -212,6 +217,10 @@ class SegmentWriter:
         self._arrow.close()
         self._flush()
         self.sync()
+        self.index.seal()
+
+    def publish(self) -> Path:
+        """Give a finished segment its sealed name, durably."""
         sealed = self.directory / (self.name + SEALED_SUFFIX)
         try:
             os.rename(self.path, sealed)
@@ -222,14 +231,14 @@ class SegmentWriter:
         try:
             sync_directory(self.directory)
         except OSError as error:
-            raise self._doubt(error) from error
-        self.index.seal()
+            raise self.doubt(storage_error(error, self.path)) from error
         return sealed
 
-    def _doubt(self, error: OSError) -> TraceStoreError:
-        self.doubtful = storage_error(error, self.path)
-        self.abandoned = self.abandoned or self.doubtful
-        return self.doubtful
+    def doubt(self, error: TraceStoreError) -> TraceStoreError:
+        """Make the segment doubtful: nothing is added, and its rows await their copy."""
+        self.doubtful = error
+        self.abandoned = self.abandoned or error
+        return error
 
     def remove(self) -> None:
         """Close and delete a file whose rows nobody needs; one that cannot be deleted is dropped at the next start."""

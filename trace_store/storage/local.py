@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from trace_store.errors import StorageFailed
+from trace_store.segment.schema import SEALED_SUFFIX
 from trace_store.storage.base import Range, ReadShape
 
 LOCAL_SHAPE = ReadShape(run_bytes_max=4 << 20, gap_bytes_max=64 << 10, remote=False)
@@ -59,7 +61,11 @@ def open_descriptor(path: str | os.PathLike[str], name: str) -> int:
         StorageFailed: gone, or too many files are open.
     """
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            # Sealed this moment: the file has its new name, the catalog will know in the next.
+            return os.open(Path(path).with_suffix(SEALED_SUFFIX), os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise StorageFailed(f"a segment cannot be opened, segment={name} cause={error.strerror}") from error
 

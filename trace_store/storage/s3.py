@@ -11,6 +11,7 @@ Endpoint, region and credentials come from the usual variables (AWS_ENDPOINT_URL
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -29,14 +30,23 @@ READ_TIMEOUT_S = 15.0
 WRITE_TIMEOUT_S = 120.0
 """A segment of 64 MiB needs 0.6 MB/s."""
 
-READ_RETRIES = 2
-"""Tries again within obstore, for reads and listings only. Puts are retried by the uploader, which checks first."""
+READ_RETRIES = 4
+"""Tries again within obstore and READ_TIMEOUT_S, for reads and listings only. Puts are retried by the uploader, which
+checks first."""
+
+PAUSE_S = 5.0
+"""After a read without an answer, further reads fail at once for this long: a store that hangs must not hold every
+thread of the server for READ_TIMEOUT_S each. An answer that says no, such as 503, is retried and no cause to pause."""
 
 LIST_PAGE = 1000
 
 
 class ObjectExists(StorageFailed):
     """A conditional create met an object of that name."""
+
+
+class CredentialsRefused(StorageFailed):
+    """The store does not let us in; waiting does not help."""
 
 
 class OutcomeUnknown(StorageFailed):
@@ -78,6 +88,7 @@ class ObjectStore:
             raise Unsupported("an object store needs obstore: pip install 'trace-store[s3]'") from None
         self._obstore = obstore
         timeouts = timeouts or Timeouts()
+        self._paused_until = 0.0
         self._reads = _open(url, timeouts.connect, timeouts.read, READ_RETRIES)
         self._writes = _open(url, timeouts.connect, timeouts.write, 0)
 
@@ -96,6 +107,7 @@ class ObjectStore:
 
     def head(self, key: str) -> ObjectInfo | None:
         """An object's size and time, None if there is none. Raises StorageFailed."""
+        self._check_pause()
         try:
             return _info(self._obstore.head(self._reads, key))
         except FileNotFoundError:
@@ -110,6 +122,7 @@ class ObjectStore:
             SegmentGone: no such object.
             StorageFailed: no answer.
         """
+        self._check_pause()
         try:
             return memoryview(self._obstore.get_range(self._reads, key, start=start, end=stop)).cast("B")
         except Exception as error:
@@ -117,6 +130,7 @@ class ObjectStore:
 
     def read_ranges(self, key: str, ranges: Sequence[Range]) -> list[memoryview]:
         """Bytes of several ranges, asked for together; the same errors as ``read``."""
+        self._check_pause()
         starts, stops = [start for start, _ in ranges], [stop for _, stop in ranges]
         try:
             parts = self._obstore.get_ranges(self._reads, key, starts=starts, ends=stops)
@@ -126,6 +140,7 @@ class ObjectStore:
 
     def listing(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects whose key starts with ``prefix``, a whole number of path parts. Raises StorageFailed."""
+        self._check_pause()
         try:
             for page in self._obstore.list(self._reads, prefix or None, chunk_size=LIST_PAGE):
                 yield from map(_info, page)
@@ -152,6 +167,10 @@ class ObjectStore:
             except Exception as error:
                 raise self._failure(error, "delete", key) from None
 
+    def _check_pause(self) -> None:
+        if time.monotonic() < self._paused_until:
+            raise StorageFailed(f"the object store gave no answer within the last {PAUSE_S:g} s, store={self.url}")
+
     def _failure(self, error: Exception, action: str, key: str) -> StorageFailed:
         kinds = self._obstore.exceptions
         cause = " ".join(str(error).split("\n\n")[0].split())[:300]
@@ -162,9 +181,11 @@ class ObjectStore:
             return ObjectExists(f"an object of that name is there, {place}")
         refused = isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError))
         if refused or " 403 " in cause or " 401 " in cause:  # a refused listing has no class of its own
-            return StorageFailed(f"the object store refuses the credentials, {place} cause={cause}")
+            return CredentialsRefused(f"the object store refuses the credentials, {place} cause={cause}")
         if action == "put":
             return OutcomeUnknown(f"the object store gave no clear answer, {place} cause={cause}")
+        if action != "delete" and "status code" not in cause:  # one that answers, if only to say no, need not rest
+            self._paused_until = time.monotonic() + PAUSE_S
         return StorageFailed(f"the object store failed, {place} cause={cause}")
 
 

@@ -91,6 +91,6 @@ def _remove(store: ObjectStore, key: str) -> None:
         store.delete([key])
         left = store.head(key) is not None
     except StorageFailed:
-        return  # the failure that led here says more
+        return  # what led here says more
     if left:
         raise Unsupported(f"the object store keeps what was deleted, store={store.url}")

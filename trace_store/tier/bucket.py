@@ -24,6 +24,7 @@ class BucketView:
         self._objects: dict[Place, dict[str, ObjectInfo]] = {}
         self._added_at: dict[tuple[Place, str], float] = {}
         self._listed_at: dict[Place, float] = {}
+        self._written_at: dict[Place, float] = {}
 
     def refresh(self) -> None:
         """List everything. Raises StorageFailed; the view is unchanged then."""
@@ -51,6 +52,8 @@ class BucketView:
                 if added >= started and name in self._objects.get(place, {}):
                     found.setdefault(place, {}).setdefault(name, self._objects[place][name])
             self._added_at = {key: added for key, added in self._added_at.items() if added >= started}
+            for place, objects in found.items():
+                self._written_at[place] = max(info.modified for info in objects.values())
             if only is None:
                 self._objects = found
             elif only in found:
@@ -63,6 +66,7 @@ class BucketView:
         with self._lock:
             self._objects.setdefault(place, {})[name] = ObjectInfo(object_key(place, name), size, modified)
             self._added_at[(place, name)] = self._clock()
+            self._written_at[place] = max(modified, self._written_at.get(place, 0.0))
 
     def remove(self, place: Place, names: Iterable[str]) -> None:
         """Objects were deleted."""
@@ -77,6 +81,11 @@ class BucketView:
         """Objects of a place by file name; a copy."""
         with self._lock:
             return dict(self._objects.get(place, {}))
+
+    def written_at(self) -> dict[Place, float]:
+        """Places that hold segments and when they last got one, in seconds since 1970 on the store's clock."""
+        with self._lock:
+            return {place: self._written_at[place] for place in self._objects if place[1]}
 
     def places(self) -> list[Place]:
         """Places that hold segments, sorted."""

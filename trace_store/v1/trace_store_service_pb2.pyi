@@ -17,6 +17,7 @@ class MissingReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MISSING_REASON_STALE: _ClassVar[MissingReason]
     MISSING_REASON_RELEASED: _ClassVar[MissingReason]
     MISSING_REASON_STORAGE_FAILED: _ClassVar[MissingReason]
+    MISSING_REASON_NOT_UPLOADED: _ClassVar[MissingReason]
 MISSING_REASON_UNSPECIFIED: MissingReason
 MISSING_REASON_UNKNOWN_TRAJECTORY: MissingReason
 MISSING_REASON_NOT_SEALED: MissingReason
@@ -25,6 +26,7 @@ MISSING_REASON_DATA_LOSS: MissingReason
 MISSING_REASON_STALE: MissingReason
 MISSING_REASON_RELEASED: MissingReason
 MISSING_REASON_STORAGE_FAILED: MissingReason
+MISSING_REASON_NOT_UPLOADED: MissingReason
 
 class RegisterRequest(_message.Message):
     __slots__ = ("run", "sites")
@@ -298,7 +300,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("server", "version", "runs", "partitions", "trajectories", "records", "disk_bytes", "disk_free_bytes", "queued_bytes", "write_refusal")
+    __slots__ = ("server", "version", "runs", "partitions", "trajectories", "records", "disk_bytes", "disk_free_bytes", "queued_bytes", "write_refusal", "disk_state", "object_store", "upload_queue_segments", "upload_queue_bytes", "upload_lag_seconds", "object_store_error", "remote_segments")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +311,13 @@ class StatusResponse(_message.Message):
     DISK_FREE_BYTES_FIELD_NUMBER: _ClassVar[int]
     QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITE_REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    DISK_STATE_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_STORE_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_QUEUE_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_QUEUE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_LAG_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    OBJECT_STORE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
     server: str
     version: str
     runs: int
@@ -319,4 +328,11 @@ class StatusResponse(_message.Message):
     disk_free_bytes: int
     queued_bytes: int
     write_refusal: str
-    def __init__(self, server: _Optional[str] = ..., version: _Optional[str] = ..., runs: _Optional[int] = ..., partitions: _Optional[int] = ..., trajectories: _Optional[int] = ..., records: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_free_bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., write_refusal: _Optional[str] = ...) -> None: ...
+    disk_state: str
+    object_store: str
+    upload_queue_segments: int
+    upload_queue_bytes: int
+    upload_lag_seconds: float
+    object_store_error: str
+    remote_segments: int
+    def __init__(self, server: _Optional[str] = ..., version: _Optional[str] = ..., runs: _Optional[int] = ..., partitions: _Optional[int] = ..., trajectories: _Optional[int] = ..., records: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_free_bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., write_refusal: _Optional[str] = ..., disk_state: _Optional[str] = ..., object_store: _Optional[str] = ..., upload_queue_segments: _Optional[int] = ..., upload_queue_bytes: _Optional[int] = ..., upload_lag_seconds: _Optional[float] = ..., object_store_error: _Optional[str] = ..., remote_segments: _Optional[int] = ...) -> None: ...

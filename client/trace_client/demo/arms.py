@@ -78,15 +78,15 @@ class Arm:
         return {(site.layer, site.kind): site for site in self.run.sites(size)} if self.run else {}
 
 
-BF16 = Arm("bf16", "BF16 rollout, BF16 trainer")
+BF16 = Arm("bf16", "BF16 on both sides")
 FP4_ARMS = (
-    Arm("own_scale", "own-scale RTN (plain QAT)"),
-    Arm("b0", "rollout scales, RTN (b = 0)", B1, read_bits=False),
-    Arm("b1_half", "guided b = 1, latter half with KV (paper)", B1_HALF),
-    Arm("b1", "guided b = 1, whole chain with KV", B1),
-    Arm("full", "guided full codes, whole chain with KV", FULL),
-    Arm("shuffled", "control: records shuffled over tokens", B1, shuffled=True),
-    Arm("no_record", "control: no record stored", B1, unknown=True),
+    Arm("own_scale", "own scales, RTN (QAT)"),
+    Arm("b0", "rollout scales, RTN (b=0)", B1, read_bits=False),
+    Arm("b1_half", "b=1, latter half (paper)", B1_HALF),
+    Arm("b1", "b=1, whole chain", B1),
+    Arm("full", "full codes, whole chain", FULL),
+    Arm("shuffled", "control: shuffled records", B1, shuffled=True),
+    Arm("no_record", "control: no record", B1, unknown=True),
 )
 
 

@@ -56,9 +56,7 @@ def prepare_output(output: Path) -> Path:
 
 
 def _run(output: Path, console: Console, as_json: bool) -> int:
-    console.print(
-        "[bold]trace-store demo[/]  an FP4 rollout's guidance reaches the trainer; about two minutes on 2 cores"
-    )
+    console.print("[bold]trace-store demo[/]: train, roll out, record, guide; about two minutes on 2 cores")
     try:
         from trace_client.demo.loop import DemoSettings, run_demo
         from trace_client.demo.report import render

@@ -91,132 +91,100 @@ class Stages(Protocol):
         """Units of the running stage are done."""
 
 
-class _Clock:
-    """Seconds by stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
-
-
 def run_demo(settings: DemoSettings, output: Path, stages: Stages) -> DemoResult:
-    """Run everything; the server's directory stays in ``output / "store"``.
+    """Run everything; the server's data directory stays in ``output / "store"``.
 
     Raises:
         TraceStoreError: the server did not start, or refused something.
     """
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
-    clock = _Clock()
     corpus = load_corpus()
-    model = build_model(settings.size)
-    with clock.stage("training"):
-        losses = _train(model, corpus, settings, stages)
-    generator = torch.Generator().manual_seed(settings.seed + 1)
-    loss = held_out_loss(model, corpus.held_out, generator)
-    fp4_model = quantized_weights(model)
-    scales = calibrate(fp4_model, windows(corpus.held_out, CALIBRATION_WINDOWS, CALIBRATION_LENGTH, generator))
-    prompts = windows(corpus.held_out, settings.trajectories, settings.prompt_tokens, generator)
     store = output / "store"
+    # The server comes first: what keeps it from starting is said before a minute of training, not after it.
     with server_process(store) as server:
         tables = {run.name: run.sites(settings.size) for run in RUNS}
         with recorded_runs(server, tables) as runs:
-            with clock.stage("FP4 rollout, recorded"):
-                fp4, sizes = _record(fp4_model, scales, prompts, runs, settings, stages)
-            with clock.stage("BF16 rollout"):
-                bf16 = _roll_out(model, {}, prompts, {}, settings, stages)
-            with clock.stage("trainer forwards"):
-                results = _compare(model, fp4_model, bf16, fp4, runs, settings, stages)
+            loop = _Loop(settings, corpus, runs, stages)
+            loop.train()
+            fp4 = loop.roll_out(loop.fp4_model, loop.scales, runs)
+            sizes = {name: (run.meter.sent, run.meter.received) for name, run in runs.items()}
+            bf16 = loop.roll_out(loop.model, {}, {})
+            results = loop.compare(bf16, fp4)
     tokens = settings.trajectories * settings.tokens
     volumes = {
         name: Volume(sent / tokens, received / tokens, directory_bytes(store, name) / tokens)
         for name, (sent, received) in sizes.items()
     }
     return DemoResult(
-        settings, losses, loss, sum(parameter.numel() for parameter in model.parameters()), results,
-        checks({result.name: result for result in results}), volumes, bytes(fp4.tokens[0].tolist()),
-        clock.seconds, _versions(),
+        settings, loop.losses, loop.held_out_loss, sum(weight.numel() for weight in loop.model.parameters()), results,
+        checks({result.name: result for result in results}), volumes, bytes(fp4.tokens[0].tolist()), loop.seconds,
+        _versions(),
     )  # fmt: skip
 
 
-def _train(model: Any, corpus: Corpus, settings: DemoSettings, stages: Stages) -> list[float]:
-    stages.begin("training on Python's sources", settings.schedule.steps)
-    losses = pretrain(
-        model, corpus.training, settings.schedule, torch.Generator().manual_seed(settings.seed),
-        lambda step, loss: stages.advance(1, f"loss {loss:.2f}"),
-    )  # fmt: skip
-    model.eval()
-    return losses
+class _Loop:
+    """The steps of the demo over one trained model."""
 
+    def __init__(self, settings: DemoSettings, corpus: Corpus, runs: dict[str, RecordedRun], stages: Stages) -> None:
+        self._settings, self._corpus, self._runs, self._stages = settings, corpus, runs, stages
+        self.seconds: dict[str, float] = {}
+        self.losses: list[float] = []
+        self.model = build_model(settings.size)
 
-def _record(
-    model: Any,
-    scales: dict[SiteKey, float],
-    prompts: torch.Tensor,
-    runs: dict[str, RecordedRun],
-    settings: DemoSettings,
-    stages: Stages,
-) -> tuple[Rollout, dict[str, tuple[int, int]]]:
-    """The FP4 rollout, sealed, and the bytes (sent, received) that recording it took, by run."""
-    rollout = _roll_out(model, scales, prompts, runs, settings, stages)
-    return rollout, {name: (run.meter.sent, run.meter.received) for name, run in runs.items()}
+    def train(self) -> None:
+        """Train, measure the loss on held-out text, round the experts' weights, calibrate the static scales."""
+        settings, held_out = self._settings, self._corpus.held_out
+        with self._stage("training", settings.schedule.steps):
+            self.losses = pretrain(
+                self.model, self._corpus.training, settings.schedule, torch.Generator().manual_seed(settings.seed),
+                lambda step, loss: self._stages.advance(1, f"loss {loss:.2f}"),
+            )  # fmt: skip
+        self.model.eval()
+        generator = torch.Generator().manual_seed(settings.seed + 1)
+        self.held_out_loss = held_out_loss(self.model, held_out, generator)
+        self.fp4_model = quantized_weights(self.model)
+        self.scales = calibrate(self.fp4_model, windows(held_out, CALIBRATION_WINDOWS, CALIBRATION_LENGTH, generator))
+        self._prompts = windows(held_out, settings.trajectories, settings.prompt_tokens, generator)
 
+    def roll_out(self, model: Any, scales: dict[SiteKey, float], runs: dict[str, RecordedRun]) -> Rollout:
+        """A rollout of ``model`` from the held-out prompts, recorded into ``runs`` and sealed. No scales: no FP4."""
+        settings = self._settings
+        name = "fp4" if scales else "bf16"
+        with self._stage(f"{name.upper()} rollout", settings.tokens - settings.prompt_tokens):
+            rollout = new_rollout(settings.size, self._prompts, settings.tokens, scales, name)
+            tap = RolloutTap(rollout)
+            for run in runs.values():
+                tap.record_to(run.writer, run.sites)
+            decode(model, tap, torch.Generator().manual_seed(settings.seed + 2), self._stages.advance)
+            tap.finish()
+        return rollout
 
-def _roll_out(
-    model: Any,
-    scales: dict[SiteKey, float],
-    prompts: torch.Tensor,
-    runs: dict[str, RecordedRun],
-    settings: DemoSettings,
-    stages: Stages,
-) -> Rollout:
-    name = "fp4" if scales else "bf16"
-    stages.begin(f"{name.upper()} rollout, token by token", settings.tokens - settings.prompt_tokens)
-    rollout = new_rollout(settings.size, prompts, settings.tokens, scales, name)
-    tap = RolloutTap(rollout)
-    for run in runs.values():
-        tap.record_to(run.writer, run.sites)
-    decode(model, tap, torch.Generator().manual_seed(settings.seed + 2), stages.advance)
-    tap.finish()
-    return rollout
+    def compare(self, bf16: Rollout, fp4: Rollout) -> list[ArmResult]:
+        """Every arm's trainer forwards, BF16 first."""
+        pieces = -(-self._settings.trajectories // self._settings.microbatch)
+        with self._stage("trainer forwards", pieces * (1 + len(FP4_ARMS))):
+            results = [self._run_arm(BF16, self.model, bf16)]
+            results += [self._run_arm(arm, self.fp4_model, fp4) for arm in FP4_ARMS]
+        add_excess(results, self._settings.size)
+        return results
 
-
-def _compare(
-    model: Any,
-    fp4_model: Any,
-    bf16: Rollout,
-    fp4: Rollout,
-    runs: dict[str, RecordedRun],
-    settings: DemoSettings,
-    stages: Stages,
-) -> list[ArmResult]:
-    pieces = -(-settings.trajectories // settings.microbatch)
-    stages.begin("trainer forwards", pieces * (1 + len(FP4_ARMS)))
-    results = []
-    for arm in (BF16, *FP4_ARMS):
+    def _run_arm(self, arm: Arm, model: Any, rollout: Rollout) -> ArmResult:
+        settings = self._settings
         result = run_arm(
-            arm,
-            model if arm is BF16 else fp4_model,
-            bf16 if arm is BF16 else fp4,
-            settings.size,
-            runs[arm.run.name].reader if arm.run else None,
-            trajectories=settings.microbatch,
-            seed=settings.seed + 3,
-            progress=_noted(stages, arm),
-        )
-        result.bytes_per_token = record_bytes(arm, settings.size, fp4)
-        results.append(result)
-    add_excess(results, settings.size)
-    return results
+            arm, model, rollout, settings.size, self._runs[arm.run.name].reader if arm.run else None,
+            trajectories=settings.microbatch, seed=settings.seed + 3,
+            progress=lambda units: self._stages.advance(units, arm.name),
+        )  # fmt: skip
+        result.bytes_per_token = record_bytes(arm, settings.size, rollout)
+        return result
 
-
-def _noted(stages: Stages, arm: Arm) -> Any:
-    return lambda units: stages.advance(units, arm.name)
+    @contextmanager
+    def _stage(self, title: str, total: int) -> Iterator[None]:
+        self._stages.begin(title, total)
+        began = time.monotonic()
+        yield
+        self.seconds[title] = time.monotonic() - began
 
 
 def _versions() -> dict[str, str]:

@@ -64,9 +64,10 @@ class Meter:
         buffer = memoryview(bytearray(PIECE_BYTES))
         try:
             while size := source.recv_into(buffer):
-                sink.sendall(buffer[:size])
-                # One thread adds to each counter of a connection, and a demo's client has one connection.
+                # Counted before it is passed on, so that who has received bytes finds them counted. One thread adds to
+                # each counter of a connection, and a demo's client has one connection.
                 setattr(self, counter, getattr(self, counter) + size)
+                sink.sendall(buffer[:size])
             sink.shutdown(socket.SHUT_WR)
         except OSError:
             return  # the connection was closed under us, by a peer or by close()

@@ -22,11 +22,13 @@ class Muon:
     """Optimizer of matrices.
 
     Args:
+        dtype: in which momenta are orthogonalised.
         matrices: pairs of a float32 parameter and how many matrices its second-to-last axis holds (2 for gate and up
             projections that lie in one tensor). Leading axes are more matrices.
     """
 
-    def __init__(self, matrices: Sequence[tuple[torch.Tensor, int]]) -> None:
+    def __init__(self, matrices: Sequence[tuple[torch.Tensor, int]], dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._matrices = list(matrices)
         self._momenta = [torch.zeros_like(parameter) for parameter, _ in matrices]
 
@@ -41,7 +43,7 @@ class Muon:
             rows, columns = parameter.shape[-2] // parts, parameter.shape[-1]
             batches[rows, columns].append((parameter, update.view(-1, rows, columns)))
         for (rows, columns), batch in batches.items():
-            directions = orthogonalised(torch.cat([update for _, update in batch]))
+            directions = orthogonalised(torch.cat([update for _, update in batch]).to(self._dtype))
             scale = -rate * max(1.0, rows / columns) ** 0.5
             done = 0
             for parameter, update in batch:
@@ -51,11 +53,14 @@ class Muon:
 
 
 def orthogonalised(matrices: torch.Tensor) -> torch.Tensor:
-    """BF16 matrices [n, rows, columns] with the singular vectors of the given ones and singular values near 1."""
-    x = matrices.bfloat16()
+    """Matrices [n, rows, columns] with the singular vectors of the given ones and singular values near 1.
+
+    Computed and returned in the dtype of ``matrices``; BF16 is exact enough.
+    """
+    x = matrices
     tall = x.shape[1] > x.shape[2]
     x = x.transpose(1, 2) if tall else x
-    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32) + 1e-7).bfloat16()
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.float32) + 1e-7).to(x.dtype)
     for _ in range(ITERATIONS):
         gram = torch.bmm(x, x.transpose(1, 2))
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)

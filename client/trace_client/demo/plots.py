@@ -150,7 +150,7 @@ def _bytes(axes: Any, result: DemoResult) -> None:
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.12)
     axes.set_xlabel("bytes per token")
-    axes.legend(fontsize=8.5, loc="lower right")
+    axes.legend(fontsize=8.5, loc="upper right")
 
 
 def _volume(result: DemoResult, name: str, kind: str) -> float:

@@ -3,8 +3,9 @@
 The gradient step uses a forward of its own over the parameters of the library's model. It computes the same function
 and is two to three times faster on a CPU: experts run as one batched product over fixed slots instead of one product
 per expert and row count (a new shape costs about a millisecond of kernel set-up, 16 experts x 8 layers x 6 products a
-step), norms and row gathers have hand-written gradients, and all of it is BF16 with float32 master weights. An expert
-takes at most ``CAPACITY`` times its fair share of a batch; what is over is dropped from that step.
+step), norms and row gathers have hand-written gradients, and all of it is BF16 with float32 master weights where the
+CPU multiplies BF16 quickly, else float32. An expert takes at most ``CAPACITY`` times its fair share of a batch; what
+is over is dropped from that step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as functional
 
 from trace_client.demo.corpus import windows
+from trace_client.demo.model import has_fast_bfloat16
 from trace_client.demo.muon import Muon
 
 CAPACITY = 1.5
@@ -40,7 +42,7 @@ class Schedule:
     """
 
     steps: int = 100
-    seconds_max: float = 55.0
+    seconds_max: float = 52.0
     batch: int = 16
     length: int = 128
     matrix_rate: float = 0.03
@@ -80,25 +82,27 @@ def pretrain(
         optimizer.step(factor)
         losses.append(float(loss.detach()))
         progress(len(losses), losses[-1])
+    model.to(torch.bfloat16)
     return losses
 
 
 class _Optimizer:
-    """Float32 masters of a model that it casts to BF16, and both optimizers over them."""
+    """Float32 masters of a model that it casts to the dtype of training, and both optimizers over them."""
 
     def __init__(self, model: Any, schedule: Schedule) -> None:
         self._schedule = schedule
         named = dict(model.named_parameters())
         self._parameters = list(named.values())
         self._masters = [parameter.detach().clone() for parameter in self._parameters]
-        model.to(torch.bfloat16)
+        dtype = torch.bfloat16 if has_fast_bfloat16() else torch.float32
+        model.to(dtype)
         matrices, others = [], []
         for name, master in zip(named, self._masters, strict=True):
             if master.dim() < 2 or "embed" in name or "gate.weight" in name:
                 others.append(master)
             else:
                 matrices.append((master, 2 if "gate_up" in name else 1))
-        self._muon = Muon(matrices)
+        self._muon = Muon(matrices, dtype)
         self._adamw = torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     @torch.no_grad()

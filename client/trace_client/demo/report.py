@@ -49,7 +49,8 @@ TERMS = """
 |dlogp| is the difference of the sampled tokens' log-probability between trainer and rollout. Codes differ: share of all
 FP4 codes (K, V, expert inputs, every layer) that are not the rollout's. Excess MSE: (D_FP4 - D_BF16) / D_BF16, D being
 the mean squared difference of what the last layer's experts consume and D_BF16 that of a BF16 rollout and its BF16
-trainer; -1 is the floor. Wire: every byte from the rollout's client to the server, gRPC and HTTP/2 included. Disk: all
+trainer; -1 is the floor. Guidance covers K and V of every token and the expert inputs of generated tokens. Record:
+codes and block scales. Wire: every byte from the rollout's client to the server, gRPC and HTTP/2 included. Disk: all
 files of the run. The differences are those of the CPU kernels between token-by-token decoding and one batched forward;
 none is injected.
 """

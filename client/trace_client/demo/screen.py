@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import TracebackType
 
 from rich.box import SIMPLE_HEAD
@@ -62,12 +63,14 @@ class Bars:
 
 def share(value: float) -> str:
     """A share as a percentage with two significant digits, 0 as 0."""
-    return "0" if value == 0 else f"{100 * value:.2g} %"
+    return "0" if value == 0 else f"{100 * value:.2g}%"
 
 
 def excess(value: float | None) -> str:
-    """Relative excess MSE; -1 is the floor."""
-    return "-" if value is None else f"{value:+.3g}" if value > -0.99 else f"{value:+.4f}"
+    """Relative excess MSE: four digits near the floor of -1, else two or whole numbers."""
+    if value is None:
+        return "-"
+    return f"{value:+.4f}" if value < -0.99 else f"{value:+,.0f}" if abs(value) >= 10 else f"{value:+.2f}"
 
 
 def volume(value: float | None) -> str:
@@ -83,29 +86,34 @@ def volumes(result: DemoResult, arm: ArmResult) -> tuple[str, str, str]:
     return volume(arm.bytes_per_token), volume(recorded.appended), volume(recorded.disk)
 
 
+def _table(title: str, columns: Sequence[str]) -> Table:
+    """A table that fits 80 characters; the first column is aligned left."""
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", padding=0)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
 def arms_table(result: DemoResult) -> Table:
     """One row per arm."""
-    table = Table(box=SIMPLE_HEAD, title="Trainer against rollout, same tokens", title_justify="left")
-    for column, side in (
-        ("arm", "left"), ("mean |dlogp|", "right"), ("max", "right"), ("codes differ", "right"),
-        ("excess MSE", "right"), ("record B/token", "right"), ("wire", "right"), ("disk", "right"),
-    ):  # fmt: skip
-        table.add_column(column, justify=side, no_wrap=True)  # type: ignore[arg-type]
+    columns = (
+        "", "mean\n|dlogp|", "\nmax", "codes\ndiffer", "excess\nMSE", "record\nB/token", "\nwire", "\ndisk",
+    )  # fmt: skip
+    table = _table("Trainer against rollout; guided layers are guided at K, V and expert inputs", columns)
     for arm in result.arms:
         codes = "-" if arm.name == "bf16" else share(arm.mismatch)
         cells = (f"{arm.mean_difference:.5f}", f"{arm.max_difference:.3f}", codes, excess(arm.excess))
-        style = {"b1": "bold green", "bf16": "cyan"}.get(arm.name, "dim" if "control" in arm.title else "")
+        style = {"b1": "bold green", "bf16": "cyan"}.get(arm.name, "dim" if arm.title.startswith("control") else "")
         table.add_row(arm.title, *cells, *volumes(result, arm), style=style)
     return table
 
 
 def layers_table(result: DemoResult) -> Table:
     """One row per layer of the whole chain: routed-expert inputs, then K and V together."""
-    table = Table(box=SIMPLE_HEAD, title="Guided b = 1, whole chain, by layer", title_justify="left")
-    table.add_column("layer", justify="right")
-    for site in ("expert input", "K, V"):
-        for column in ("noise", "RTN mismatch", "adjacent", "left"):
-            table.add_column(f"{column}\n[dim]{site}", justify="right")
+    columns = ["layer"]
+    for site in ("inputs", "K, V"):
+        columns += [f"{site}\nnoise", "RTN\nmismatch", "\nadjacent", "\nleft  "]
+    table = _table("b=1, whole chain, by layer: expert inputs, then K and V", columns)
     chain = result.arm("b1")
     for layer in range(result.settings.size.layers):
         moe, kv = chain.over([(layer, "moe_in")]), chain.over([(layer, "k"), (layer, "v")])
@@ -115,7 +123,7 @@ def layers_table(result: DemoResult) -> Table:
 
 def layer_cells(count: SiteCount) -> tuple[str, str, str, str]:
     """Noise, RTN mismatch, adjacent share of it, what guidance left."""
-    adjacent = f"{100 * count.adjacent:.2f} %" if count.rtn_mismatches else "-"
+    adjacent = f"{100 * count.adjacent:.2f}%" if count.rtn_mismatches else "-"
     return share(count.noise), share(count.rtn_mismatch), adjacent, share(count.mismatch)
 
 

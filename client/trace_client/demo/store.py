@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -39,6 +40,8 @@ def server_process(directory: Path) -> Iterator[str]:
             [sys.executable, "-m", "trace_server", *arguments, "--ready-file", str(ready)],
             stdout=output,
             stderr=subprocess.STDOUT,
+            # A machine's own server may be configured by TRACE_STORE_*; this one is not that server.
+            env={name: value for name, value in os.environ.items() if not name.startswith("TRACE_STORE_")},
         )
     try:
         yield _address(process, ready, log)

@@ -1,0 +1,183 @@
+"""Read from a fleet: each trajectory from the server that has it, found by receipt, by memory or by asking around."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from trace_client.fleet import GONE, Endpoint, Fleet
+from trace_client.microbatch import REASONS, Buffers, Microbatch, MissingRows, rows_of
+from trace_client.prefetch import Prefetch
+from trace_client.reader import READ_TIMEOUT_S, Reader, Span, check_spans
+from trace_store.errors import InvalidRequest, TraceStoreError, Unavailable
+from trace_store.record import Receipt, Site, TokenSpan, check_name
+
+REMEMBERED_MAX = 100_000
+"""Trajectories whose server is remembered, of one reader; then it starts anew."""
+
+UNREACHABLE = "server unreachable"
+"""Reason of rows that no server that answers knows, while one does not answer."""
+
+_NUMBERS = {text: number for number, text in REASONS.items()}
+_UNKNOWN, _NOT_UPLOADED = REASONS[1], REASONS[8]
+_ASK_ELSEWHERE = {REASONS[number] for number in (1, 2, 4, 7, 8)}
+_TELLING = [REASONS[number] for number in (4, 7, 6, 5, 3, 8, 2, 1)]
+"""Reasons, the most telling first: what one server knows of a trajectory says more than that another has not got it."""
+
+
+class FleetReader:
+    """Reader of one run and partition over several servers. Thread-safe."""
+
+    def __init__(self, fleet: Fleet, run: str, partition: str, receipts: Iterable[Receipt] = ()) -> None:
+        self._fleet = fleet
+        self.run, self.partition = check_name(run, "run"), check_name(partition, "partition")
+        self.sites: tuple[Site, ...] = fleet.first(lambda channel: channel.table(run))
+        self._servers = {receipt.trajectory: receipt.server for receipt in receipts if receipt.partition == partition}
+        self._homes: dict[str, Endpoint] = {}
+        self._readers: dict[int, Reader] = {}
+
+    def read(
+        self,
+        spans: Sequence[Span],
+        sites: Sequence[Site] | None = None,
+        *,
+        out: Buffers | None = None,
+        include_open: bool = False,
+        policy_version_min: int = 0,
+        timeout_s: float = READ_TIMEOUT_S,
+    ) -> Microbatch:
+        """As ``Reader.read``. Rows that their server had sealed and not uploaded when it went away are missing with
+        reason ``not uploaded`` if a receipt says that they existed, else ``server unreachable``.
+
+        Raises:
+            InvalidRequest: names the argument.
+            Unavailable: no server answers.
+        """
+        wanted = check_spans(spans)
+        chosen = self.sites if sites is None else tuple(sites)
+        options = {"include_open": include_open, "policy_version_min": policy_version_min, "timeout_s": timeout_s}
+        batch = (out or Buffers()).microbatch(self._check(chosen), rows_of(wanted))
+        asked: dict[int, list[Endpoint]] = {number: [] for number in range(len(wanted))}
+        reasons: dict[str, set[str]] = {}
+        open_spans = set(asked)
+        failure: TraceStoreError | None = None
+        while groups := self._groups(wanted, open_spans, asked):
+            for endpoint, numbers in groups:
+                for number in numbers:
+                    asked[number].append(endpoint)
+                try:
+                    part = self._fill(endpoint, batch, [wanted[number] for number in numbers], chosen, options)
+                except GONE as error:
+                    endpoint.mark_down()
+                    failure = error
+                    continue
+                open_spans -= self._settle(endpoint, numbers, wanted, part, reasons)
+        if failure is not None and not any(endpoint.healthy for endpoint in self._fleet.endpoints):
+            raise failure
+        self._report(batch, wanted, chosen, reasons)
+        return batch
+
+    def prefetch(
+        self,
+        microbatches: Iterable[Sequence[Span]],
+        sites: Sequence[Site] | None = None,
+        *,
+        depth: int = 2,
+        device: str = "cpu",
+        **read_options: Any,
+    ) -> Prefetch:
+        """As ``Reader.prefetch``."""
+        return Prefetch(
+            lambda spans, buffers: self.read(spans, sites, out=buffers, **read_options), microbatches, depth, device
+        )
+
+    def _check(self, sites: tuple[Site, ...]) -> tuple[Site, ...]:
+        if len(set(sites)) != len(sites) or not set(sites) <= set(self.sites):
+            raise InvalidRequest("sites are repeated or not of the run", argument="sites")
+        return sites
+
+    def _groups(
+        self, wanted: Sequence[TokenSpan], numbers: set[int], asked: dict[int, list[Endpoint]]
+    ) -> list[tuple[Endpoint, list[int]]]:
+        """Open spans by the endpoint to ask next; those that every endpoint was asked for are left out."""
+        groups: dict[int, tuple[Endpoint, list[int]]] = {}
+        for number in sorted(numbers):
+            name = wanted[number].trajectory
+            home = self._homes.get(name) or self._fleet.named(self._servers.get(name, ""))
+            following = next((e for e in self._fleet.in_order(home) if e not in asked[number]), None)
+            if following is not None:
+                groups.setdefault(id(following), (following, []))[1].append(number)
+        return list(groups.values())
+
+    def _fill(
+        self,
+        endpoint: Endpoint,
+        batch: Microbatch,
+        spans: list[TokenSpan],
+        sites: tuple[Site, ...],
+        options: dict[str, Any],
+    ) -> list[MissingRows]:
+        reader = self._readers.get(id(endpoint))
+        if reader is None:
+            try:
+                reader = self._readers[id(endpoint)] = Reader(endpoint.channel, self.run, self.partition)
+            except LookupError:  # this server does not know the run
+                return [
+                    MissingRows(span.trajectory, site, span.start, span.stop, _UNKNOWN)
+                    for span in spans
+                    for site in sites
+                ]
+        if reader.sites != self.sites:
+            raise Unavailable(f"a server has another site table of the run, target={endpoint.channel.target}")
+        batch.missing.clear()
+        reader.fill(batch, spans, **options)
+        return list(batch.missing)
+
+    def _settle(
+        self,
+        endpoint: Endpoint,
+        numbers: list[int],
+        wanted: Sequence[TokenSpan],
+        missing: list[MissingRows],
+        reasons: dict[str, set[str]],
+    ) -> set[int]:
+        """Spans that need not be asked elsewhere; remembers who had them."""
+        elsewhere = set()
+        for rows in missing:
+            reasons.setdefault(rows.trajectory, set()).add(rows.reason)
+            if rows.reason in _ASK_ELSEWHERE:
+                elsewhere.add(rows.trajectory)
+        settled = {number for number in numbers if wanted[number].trajectory not in elsewhere}
+        if len(self._homes) > REMEMBERED_MAX:
+            self._homes.clear()
+        self._homes.update((wanted[number].trajectory, endpoint) for number in settled)
+        return settled
+
+    def _report(
+        self, batch: Microbatch, wanted: Sequence[TokenSpan], sites: tuple[Site, ...], reasons: dict[str, set[str]]
+    ) -> None:
+        """List the rows that no server delivered, from the validity of the rows themselves."""
+        batch.missing.clear()
+        away = [endpoint for endpoint in self._fleet.endpoints if not endpoint.healthy]
+        for span in wanted:
+            seen = reasons.get(span.trajectory, {_UNKNOWN} if away else set())
+            if not seen:
+                continue
+            reason = next((text for text in _TELLING if text in seen), min(seen))
+            if reason in (REASONS[1], REASONS[2]) and away:
+                sealed = span.trajectory in self._servers
+                reason = _NOT_UPLOADED if sealed else UNREACHABLE if reason == _UNKNOWN else reason
+            for site in sites:
+                valid = batch.valid[site][span.dest_row : span.dest_row + span.tokens]
+                for low, high in _false_runs(np.asarray(valid)):
+                    batch.missing.append(
+                        MissingRows(span.trajectory, site, span.start + low, span.start + high, reason)
+                    )
+
+
+def _false_runs(valid: np.ndarray) -> list[tuple[int, int]]:
+    """Half-open runs of False."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([True], valid, [True])).astype(np.int8)))
+    return [(int(low), int(high)) for low, high in edges.reshape(-1, 2)]

@@ -1,0 +1,107 @@
+"""Write to the first healthy server of a fleet.
+
+A trajectory lives on one server until it is sealed and uploaded. When that server goes away before, what it held is
+out of reach: append the trajectory again from its start, which goes to the next server, or leave it and seal it there
+with ``allow_holes``. ``seal`` says which rows are missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+from trace_client.fleet import GONE, Endpoint, Fleet
+from trace_client.writer import Writer
+from trace_store.errors import Unavailable
+from trace_store.record import Receipt, Site, check_durability, check_name
+
+Answer = TypeVar("Answer")
+
+
+class FleetWriter:
+    """Writer of one run and partition over several servers. Thread-safe; attributes as ``Writer``."""
+
+    def __init__(self, fleet: Fleet, run: str, partition: str, durability: str, arena_bytes: int) -> None:
+        self._fleet, self._arena_bytes = fleet, arena_bytes
+        self.run, self.partition = check_name(run, "run"), check_name(partition, "partition")
+        self.durability = check_durability(durability)
+        self.sites: tuple[Site, ...] = fleet.first(lambda channel: channel.table(run))
+        self._done = [0, 0, 0]
+        self._writer: Writer | None = None
+        self._endpoint: Endpoint | None = None
+
+    @property
+    def server(self) -> str:
+        """Name of the server that the next call goes to, as far as it is known."""
+        return self._endpoint.server if self._endpoint is not None else ""
+
+    @property
+    def stored(self) -> int:
+        return self._done[0] + (self._writer.stored if self._writer is not None else 0)
+
+    @property
+    def duplicates(self) -> int:
+        return self._done[1] + (self._writer.duplicates if self._writer is not None else 0)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._done[2] + (self._writer.sent_bytes if self._writer is not None else 0)
+
+    def append(self, trajectory: str, start: int, records: Mapping[Site, tuple[Any, Any, Any]], **options: Any) -> None:
+        """As ``Writer.append``."""
+        self._call(lambda writer: writer.append(trajectory, start, records, **options))
+
+    def flush(self) -> None:
+        """As ``Writer.flush``."""
+        self._call(lambda writer: writer.flush())
+
+    def seal(self, trajectory: str, **options: Any) -> Receipt:
+        """As ``Writer.seal``; Incomplete after a change of servers names what has to be appended again."""
+        return self._call(lambda writer: writer.seal(trajectory, **options))
+
+    def close(self) -> None:
+        """Flush and end the stream."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+
+    def __enter__(self) -> FleetWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, call: Callable[[Writer], Answer]) -> Answer:
+        writer = self._writer or self._open()
+        try:
+            return call(writer)
+        except GONE:
+            self._leave()
+            raise
+
+    def _open(self) -> Writer:
+        failure: Exception | None = None
+        for endpoint in self._fleet.in_order():
+            try:
+                # No resuming: there are other servers to go to.
+                writer = Writer(endpoint.channel, self.run, self.partition, self.durability, self._arena_bytes, 0.0)
+                endpoint.ask_name()
+            except (*GONE, LookupError) as error:
+                if not isinstance(error, LookupError):
+                    endpoint.mark_down()
+                failure = error
+                continue
+            self._writer, self._endpoint = writer, endpoint
+            return writer
+        raise failure or Unavailable("no server answers")
+
+    def _leave(self) -> None:
+        writer, self._writer = self._writer, None
+        if self._endpoint is not None:
+            self._endpoint.mark_down()
+        if writer is not None:
+            for place, count in enumerate((writer.stored, writer.duplicates, writer.sent_bytes)):
+                self._done[place] += count

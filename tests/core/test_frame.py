@@ -1,0 +1,49 @@
+"""Bulk frames: what protobuf would write, and nothing else, is taken."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trace_store.errors import InvalidRequest
+from trace_store.frame import decode, encode
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
+
+
+@given(st.binary(max_size=300), st.lists(st.binary(max_size=300), max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_a_frame_comes_back(header: bytes, parts: list[bytes]) -> None:
+    decoded, payload = decode(encode(header, parts))
+    assert (decoded, bytes(payload)) == (header, b"".join(parts))
+
+
+def test_a_frame_is_a_protobuf_message() -> None:
+    header = service_pb2.AppendHeader(sequence=300)
+    message = service_pb2.AppendRequest.FromString(encode(header.SerializeToString(), [b"ab", b"c"]))
+    assert (message.header, message.payload) == (header, b"abc")
+    written = service_pb2.AppendRequest(header=header, payload=b"x" * 1000).SerializeToString()
+    assert bytes(decode(written)[1]) == b"x" * 1000
+
+
+def test_an_empty_payload_may_be_left_out() -> None:
+    assert [bytes(part) for part in decode(b"\x0a\x01h")] == [b"h", b""]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"\x12\x00",
+        b"\x0a",
+        b"\x0a\x05ab",
+        b"\x0a\x80\x80\x80\x80\x80\x01",
+        b"\x0a\x01h\x72\x00",
+        b"\x0a\x01h\x7a\x05abc",
+        b"\x0a\x01h\x7a\x01abc",
+        b"\x0a\x01h\x7a",
+    ],
+)
+def test_anything_else_is_refused(message: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="malformed frame"):
+        decode(message)

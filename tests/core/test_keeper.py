@@ -1,0 +1,218 @@
+"""Retention and the disk's marks in a running engine: deletion keeps pace, a stuck one blocks nothing, reads go on."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trace_store import Site, TokenSpan
+from trace_store.deleter import Deleter
+from trace_store.engine import Engine
+from trace_store.errors import StorageFull
+from trace_store.retention import DISK_BYTES_MIN, Limits
+from trace_store.testing.records import make_chunk
+
+TABLE = (Site(0, "moe_in", 2048), Site(1, "moe_in", 2048))
+TOKENS = 2000
+FREE = {"free_min": 0, "free_low": 0}
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """``engine(limits)`` on the test's directory."""
+    made: list[Engine] = []
+
+    def make(limits: Limits, **more: Any) -> Engine:
+        made.append(Engine(tmp_path / "data", "test", limits=limits, **more))
+        made[-1].register("run", TABLE)
+        return made[-1]
+
+    yield make
+    for item in made:
+        item.close()
+
+
+def write(engine: Engine, partition: str, trajectory: str = "t", tokens: int = TOKENS) -> None:
+    chunk = make_chunk("run", partition, TABLE, trajectory, 0, tokens)
+    engine.append("run", partition, chunk).result(30)
+    engine.seal("run", partition, trajectory, tokens=tokens + 1, prompt_tokens=0).result(30)
+
+
+def missing(engine: Engine, partition: str, trajectory: str = "t") -> set[str]:
+    with engine.read("run", partition, [TokenSpan(trajectory, 0, TOKENS)], [0, 1]) as read:
+        rows = sum(piece.rows for piece in read)
+        reasons = {item.reason.name for item in read.missing}
+    assert rows == (0 if reasons else 2 * TOKENS)
+    return reasons
+
+
+def eventually(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen"
+        time.sleep(0.01)
+
+
+def test_old_partitions_go_by_count(engine: Callable[..., Engine]) -> None:
+    store = engine(Limits(partitions_kept=2, **FREE))
+    for number in range(5):
+        write(store, f"step-{number}", tokens=TOKENS)
+    eventually(lambda: store.usage().retention.count == 3, "release by count")
+    eventually(lambda: store.usage().partitions == 2, "release")
+    assert missing(store, "step-4") == missing(store, "step-3") == set()
+    assert missing(store, "step-0") == {"RELEASED"}
+
+
+def test_old_partitions_go_by_age_and_a_jump_of_the_wall_clock_ages_nothing(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    store = engine(Limits(age_s=3600, **FREE), clock=clock)
+    write(store, "old")
+    clock.now += 3000
+    write(store, "new")
+    monkeypatch.setattr(time, "time", lambda: 4e9)
+    store._keeper.tick()
+    assert missing(store, "old") == set()
+    clock.now += 1000
+    store._keeper.tick()
+    eventually(lambda: missing(store, "old") == {"RELEASED"}, "release by age")
+    assert missing(store, "new") == set()
+
+
+def test_age_goes_on_over_a_restart(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    import os
+
+    store = engine(Limits(**FREE))
+    write(store, "old")
+    write(store, "new")
+    store.close()
+    for path in tmp_path.glob("data/runs/*/old-*/*"):
+        os.utime(path, (time.time() - 7200, time.time() - 7200))
+    store = engine(Limits(age_s=3600, **FREE))
+    eventually(lambda: missing(store, "old") != set(), "release by age")
+    assert missing(store, "new") == set()
+
+
+def test_ingest_over_the_cap_goes_on_because_the_oldest_go(engine: Callable[..., Engine], tmp_path: Path) -> None:
+    store = engine(Limits(disk_bytes_max=DISK_BYTES_MIN, **FREE))
+    largest = 0
+    for number in range(60):  # 5 caps
+        for _ in range(100):
+            try:
+                write(store, f"step-{number}")
+                break
+            except StorageFull:
+                time.sleep(0.05)  # the keeper looks twice a second
+        largest = max(largest, sum(path.stat().st_size for path in tmp_path.glob("data/runs/*/[!.]*/*")))
+    assert largest <= 1.1 * DISK_BYTES_MIN
+    assert store.usage().retention.cap > 30
+    assert missing(store, "step-59") == set()
+
+
+def test_a_stuck_deletion_blocks_neither_writes_nor_other_deletions(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stuck, release = threading.Event(), threading.Event()
+    remove = shutil.rmtree
+
+    def hang(path: Path, *arguments: Any, **more: Any) -> None:
+        if "step-0" in str(path):
+            stuck.set()
+            release.wait(30)
+        remove(path, *arguments, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", hang)
+    store = engine(Limits(**FREE))
+    for number in range(4):
+        write(store, f"step-{number}")
+    for number in range(3):
+        assert store.release("run", f"step-{number}").result(10) == 1
+    assert stuck.wait(10)
+    eventually(lambda: len(list(tmp_path.glob("data/runs/*/.released-*"))) == 1, "the other deletions")
+    write(store, "step-4")
+    assert missing(store, "step-3") == missing(store, "step-4") == set()
+    assert missing(store, "step-0") == {"RELEASED"}
+    assert store.usage().deletions_pending == 1
+    release.set()
+    eventually(lambda: store.usage().deletions_pending == 0, "the stuck deletion")
+
+
+def test_a_full_disk_refuses_writes_and_lets_reads_seals_and_releases_go_on(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = [1 << 40]
+    monkeypatch.setattr("trace_store.gate.DiskGate._free", lambda gate: (free[0], 1 << 41))
+    store = engine(Limits(free_min=1 << 30, free_low=2 << 30))
+    write(store, "step-1")
+    chunk = make_chunk("run", "step-2", TABLE, "t", 0, TOKENS)
+    store.append("run", "step-2", chunk).result(10)
+    free[0] = 1 << 29
+    with pytest.raises(StorageFull, match="nearly full"):
+        store.append("run", "step-2", make_chunk("run", "step-2", TABLE, "u", 0, TOKENS)).result(10)
+    assert store.usage().disk_state == "full"
+    assert store.usage().write_refusal
+    assert missing(store, "step-1") == set()
+    store.seal("run", "step-2", "t", tokens=TOKENS + 1, prompt_tokens=0).result(10)
+    assert missing(store, "step-2") == set()
+    assert store.release("run", "step-1").result(10) == 1
+    free[0] = 1 << 40
+    write(store, "step-3")  # by itself, without a restart
+    assert (store.usage().disk_state, store.usage().appends_refused) == ("ok", 1)
+
+
+def test_a_filling_disk_slows_appends_first(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("trace_store.gate.DiskGate._free", lambda gate: (3 << 29, 1 << 41))
+    store = engine(Limits(free_min=1 << 30, free_low=2 << 30))
+    store._gate._sleep = slept.append
+    write(store, "step-1")
+    assert store.usage().disk_state == "slow"
+    payload = make_chunk("run", "step-1", TABLE, "t", 0, TOKENS).payload_bytes
+    assert slept == [pytest.approx(0.5 * payload / (32 << 20), rel=0.01)]
+    assert store.usage().slowed_seconds == sum(slept)
+
+
+def test_failed_deletions_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trace_store.deleter.RETRY_FIRST_S", 0.01)
+    deleter = Deleter()
+    tries: list[int] = []
+
+    def job() -> None:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("not yet")
+
+    deleter.submit("job", job)
+    assert deleter.drain(10)
+    assert len(tries) == 3
+    deleter.close()
+
+
+def test_a_hanging_deletion_holds_one_thread_only() -> None:
+    deleter = Deleter(threads_max=2)
+    release, done = threading.Event(), threading.Event()
+    deleter.submit("hangs", lambda: release.wait(30) and None)
+    for _ in range(20):
+        deleter.submit("quick", lambda: None)
+    deleter.submit("last", done.set)
+    assert done.wait(10)
+    release.set()
+    assert deleter.drain(10)
+    deleter.close()

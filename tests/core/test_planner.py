@@ -1,0 +1,65 @@
+"""A plan covers every requested row exactly once: as a piece or as missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trace_store import Site, TokenSpan
+from trace_store.catalog import Partition, Run
+from trace_store.planner import MissingReason, plan_read
+
+TABLE = tuple(Site(layer, "moe_in", 16) for layer in range(3))
+GROUPS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6), st.sets(st.integers(0, 2), min_size=1)), max_size=6)
+
+
+def make_partition(groups: list[tuple[int, int, set[int]]]) -> tuple[Partition, dict[tuple[int, int], int]]:
+    """A partition whose groups overlap nowhere, and the group of each (site, token)."""
+    run = Run("run", TABLE, Path())
+    partition = Partition(run, "p", Path())
+    owner: dict[tuple[int, int], int] = {}
+    row = 0
+    for number, (start, length, sites) in enumerate(groups):
+        rows = {(site, token) for site in sites for token in range(start, start + length)}
+        if rows & set(owner):
+            continue
+        owner |= dict.fromkeys(rows, number)
+        partition.attempt("t", 0).add(number, row, start, start + length, run.site_set(tuple(sorted(sites))))
+        row += len(sites)
+    return partition, owner
+
+
+@given(GROUPS, st.lists(st.tuples(st.integers(0, 24), st.integers(1, 10)), min_size=1, max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_every_row_is_planned_once(groups: list[tuple[int, int, set[int]]], wanted: list[tuple[int, int]]) -> None:
+    partition, owner = make_partition(groups)
+    spans = [TokenSpan("t", start, start + length, 100 * n) for n, (start, length) in enumerate(wanted)]
+    plan = plan_read(partition, spans, [2, 0], include_open=True, policy_version_min=0)
+    seen: dict[tuple[int, int, int], int | None] = {}
+    for segment, site, rows, dest, number in zip(
+        plan.segment, plan.site, plan.rows, plan.dest_row, plan.span, strict=True
+    ):
+        span = spans[int(number)]
+        for offset in range(int(rows)):
+            key = (int(number), int(site), span.start + int(dest) - span.dest_row + offset)
+            assert key not in seen
+            seen[key] = int(segment)
+    for gap in plan.missing:
+        expected = MissingReason.NOT_RECORDED if partition.trajectories else MissingReason.UNKNOWN_TRAJECTORY
+        assert gap.reason == expected
+        for token in range(gap.start, gap.stop):
+            assert (gap.span, gap.site, token) not in seen
+            seen[(gap.span, gap.site, token)] = None
+    assert seen == {
+        (number, site, token): owner.get((site, token))
+        for number, span in enumerate(spans)
+        for site in (2, 0)
+        for token in range(span.start, span.stop)
+    }
+
+
+def test_nothing_is_known_of_an_unknown_partition() -> None:
+    plan = plan_read(None, [TokenSpan("t", 0, 3)], [0, 1], include_open=True, policy_version_min=0)
+    assert [(gap.site, gap.start, gap.stop) for gap in plan.missing] == [(0, 0, 3), (1, 0, 3)]

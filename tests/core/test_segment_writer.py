@@ -1,0 +1,131 @@
+"""What the writer leaves on disk: a file for stock Arrow when sealed, a recoverable stream before."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from trace_store import Site
+from trace_store.checksum import RowKind
+from trace_store.errors import StorageFailed, StorageFull
+from trace_store.segment.reader import open_sealed
+from trace_store.segment.scan import scan_segment
+from trace_store.segment.schema import COLUMNS, SegmentHeader
+from trace_store.segment.writer import SegmentWriter
+from trace_store.testing.records import join_chunks, make_chunk
+
+TABLE = (Site(0, "k", 2048), Site(0, "moe_in", 64, block=32, scale="e8m0", form="full"))
+HEADER = SegmentHeader("run", "p", TABLE, "server", 7)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Any:
+    made = SegmentWriter(tmp_path, "0000000007-e", HEADER)
+    yield made
+    made.close()
+
+
+def chunk(start: int, stop: int, trajectory: str = "t") -> Any:
+    return make_chunk("run", "p", TABLE, trajectory, start, stop)
+
+
+def test_stock_arrow_opens_a_sealed_segment(writer: SegmentWriter) -> None:
+    made = join_chunks([chunk(0, 4), chunk(4, 9)])
+    writer.append_chunk(made)
+    writer.append_control(RowKind.SEAL, "t", 0, 2, 10, 18)
+    path = writer.seal()
+    assert path.name == "0000000007-e.arrow"
+    with pa.ipc.open_file(path) as file:
+        table = file.read_all()
+    table.validate(full=True)
+    assert table.schema.names == [name for name, _ in COLUMNS]
+    assert table["kind"].to_pylist() == [0, 0, 0, 0, 1, 3]
+    assert b"".join(table["codes"].to_pylist()[:4]) == bytes(made.codes)
+    assert table["tensor_scales"].to_pylist()[0] == bytes(made.tensor_scales[:16])
+    assert 1 in table["scales_encoding"].to_pylist()
+
+
+def test_the_index_of_a_sealed_segment_is_that_of_its_scan(writer: SegmentWriter) -> None:
+    for number in range(5):
+        writer.append_chunk(chunk(3 * number, 3 * number + 3, f"t{number % 2}"))
+    writer.append_control(RowKind.RELEASE, "t1", 0, 0, 0, 0)
+    open_scan = scan_segment(writer.path)
+    path = writer.seal()
+    header, index = open_sealed(path)
+    scan = scan_segment(path)
+    assert header == HEADER
+    for other in (open_scan.index, scan.index, writer.index):
+        assert other.rows.tolist() == index.rows.tolist()
+        assert other.trajectories[:2] == index.trajectories
+    assert (scan.damage, scan.torn_bytes, open_scan.torn_bytes) == ([], 0, 0)
+    content = path.read_bytes()
+    row = index.rows[2]
+    assert content[row["codes_offset"] :][: row["codes_bytes"]] == bytes(chunk(3, 6, "t1").codes)[: row["codes_bytes"]]
+
+
+def test_a_failed_write_leaves_the_file_as_it_was(writer: SegmentWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer.append_chunk(chunk(0, 4))
+    before = writer.path.read_bytes()
+    real = os.writev
+
+    def fill_up(descriptor: int, parts: Any) -> int:
+        if len(parts) > 1:
+            return real(descriptor, parts[:1])
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "writev", fill_up)
+        with pytest.raises(StorageFull):
+            writer.append_chunk(chunk(4, 8))
+    assert writer.path.read_bytes() == before
+    assert len(writer.index) == 2
+    with pytest.raises(StorageFull):
+        writer.append_chunk(chunk(4, 8))
+    writer.sync()
+
+
+def test_a_failed_sync_is_final(writer: SegmentWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer.append_chunk(chunk(0, 4))
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", fail)
+        with pytest.raises(StorageFailed):
+            writer.sync()
+    for call in (writer.sync, writer.seal, lambda: writer.append_chunk(chunk(4, 8))):
+        with pytest.raises(StorageFailed):
+            call()
+
+
+def test_fr26_the_order_is_write_sync_rename_sync_of_the_directory(
+    writer: SegmentWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    for name in ("writev", "fdatasync", "rename", "fsync"):
+        real = getattr(os, name)
+
+        def call(*arguments: Any, _name: str = name, _real: Any = real) -> Any:
+            calls.append(_name)
+            return _real(*arguments)
+
+        monkeypatch.setattr(os, name, call)
+    writer.append_chunk(chunk(0, 4))
+    writer.seal()
+    assert calls == ["writev", "writev", "fdatasync", "rename", "fsync"]
+
+
+def test_a_segment_is_never_written_over(tmp_path: Path, writer: SegmentWriter) -> None:
+    with pytest.raises(StorageFailed, match="file exists"):
+        SegmentWriter(tmp_path, "0000000007-e", HEADER)
+
+
+def test_short_or_incompressible_scales_stay_raw(writer: SegmentWriter) -> None:
+    writer.append_chunk(chunk(0, 1))
+    assert set(writer.index.rows["scales_encoding"].tolist()) == {0}

@@ -1,0 +1,226 @@
+"""Full, failing and read-only disks, too many open files, and clocks that jump: real ones, in real processes."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trace_store.engine import Engine
+from trace_store.errors import StorageFailed, StorageFull, TraceStoreError
+from trace_store.testing.load import RUN, TABLE, broken_promises, check_rows, count
+from trace_store.testing.records import make_chunk
+
+
+def append(engine: Engine, name: str, start: int, stop: int, partition: str = "p", durability: str = "synced") -> Any:
+    chunk = make_chunk(RUN, partition, TABLE, name, start, stop)
+    return engine.append(RUN, partition, chunk, durability).result(60)
+
+
+def fill_up(engine: Engine, partition: str) -> int:
+    """Append until the disk refuses; tokens stored."""
+    for start in range(0, 1_000_000, 40):
+        try:
+            append(engine, "t", start, start + 40, partition)
+        except StorageFull:
+            return start
+    raise AssertionError("the disk never filled up")
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_full_disk_refuses_serves_and_works_again_after_a_release(kind: str, make_tmpfs: Any, make_disk: Any) -> None:
+    root = (make_tmpfs("size=6m") if kind == "tmpfs" else make_disk("ext4", 12).path) / "data"
+    engine = Engine(root)
+    try:
+        engine.register(RUN, TABLE)
+        append(engine, "kept", 0, 40, "other")
+        stored = fill_up(engine, "p")
+        assert stored > 1000
+        for durability in ("written", "synced"):
+            with pytest.raises(StorageFull):
+                append(engine, "u", 0, 4000, "p", durability)
+        assert check_rows(engine, "p", "t", 0, stored, include_open=True) == []
+        assert check_rows(engine, "other", "kept", 0, 40, include_open=True) == []
+        engine.release(RUN, "p").result(60)
+        fill_again = 0
+        while fill_again < stored // 2:  # the files are deleted on a thread of their own
+            try:
+                append(engine, "t", fill_again, fill_again + 40, "q")
+                fill_again += 40
+            except StorageFull:
+                continue
+        engine.seal(RUN, "other", "kept", tokens=41, prompt_tokens=0).result(60)
+    finally:
+        engine.close()
+    engine = Engine(root)
+    assert check_rows(engine, "q", "t", 0, fill_again, include_open=True) == []
+    assert check_rows(engine, "other", "kept", 0, 40, include_open=False) == []
+    engine.close()
+
+
+def test_a_disk_without_inodes_refuses_new_partitions_only(make_tmpfs: Any) -> None:
+    root = make_tmpfs("size=8m,nr_inodes=24") / "data"
+    engine = Engine(root)
+    try:
+        engine.register(RUN, TABLE)
+        append(engine, "t", 0, 8, "first")
+        refusals = 0
+        for number in range(40):
+            try:
+                append(engine, "t", 0, 8, f"p{number}")
+            except StorageFull:
+                refusals += 1
+        assert refusals > 10
+        append(engine, "t", 8, 16, "first")
+        assert check_rows(engine, "first", "t", 0, 16, include_open=True) == []
+    finally:
+        engine.close()
+
+
+def test_fr32_files_that_turn_immutable_refuse_writes_serve_reads_and_recover(make_disk: Any, tools: Any) -> None:
+    """A file system cannot be remounted read-only while a segment is open for writing; this refuses the same calls."""
+    tools("chattr")
+    disk = make_disk("ext4", 24)
+    engine = Engine(disk.path / "data")
+    try:
+        engine.register(RUN, TABLE)
+        append(engine, "t", 0, 8)
+        subprocess.run(["chattr", "-R", "+i", str(disk.path / "data" / "runs")], check=True)
+        for durability in ("written", "synced"):
+            with pytest.raises(StorageFailed):
+                append(engine, "t", 8, 16, "p", durability)
+        assert check_rows(engine, "p", "t", 0, 8, include_open=True) == []
+        with pytest.raises(StorageFailed):
+            engine.release(RUN, "p").result(60)
+        assert check_rows(engine, "p", "t", 0, 8, include_open=True) == []
+        subprocess.run(["chattr", "-R", "-i", str(disk.path / "data" / "runs")], check=True)
+        _until_taken(engine, "t", 8, 16)
+        engine.seal(RUN, "p", "t", tokens=17, prompt_tokens=0).result(60)
+        assert check_rows(engine, "p", "t", 0, 16, include_open=False) == []
+    finally:
+        subprocess.run(["chattr", "-R", "-i", str(disk.path / "data" / "runs")], check=True)
+        engine.close()
+
+
+def _until_taken(engine: Engine, name: str, start: int, stop: int) -> None:
+    """A client's retry: the engine tries its repairs at most once a second."""
+    for _ in range(100_000):
+        try:
+            append(engine, name, start, stop)
+        except TraceStoreError:
+            continue
+        return
+    raise AssertionError("the engine does not recover")
+
+
+def test_fr32_a_read_only_directory_at_start_fails_at_once(make_disk: Any) -> None:
+    disk = make_disk("ext4", 24)
+    engine = Engine(disk.path / "data")
+    engine.close()
+    subprocess.run(["mount", "-o", "remount,ro", str(disk.path)], check=True, capture_output=True)
+    with pytest.raises(StorageFailed, match="read-only file system"):
+        Engine(disk.path / "data")
+    subprocess.run(["mount", "-o", "remount,rw", str(disk.path)], check=True, capture_output=True)
+    Engine(disk.path / "data").close()
+
+
+@pytest.mark.parametrize(
+    "injection",
+    [
+        "fdatasync:error=EIO:when=3",
+        "fdatasync:error=EIO:when=2..4",
+        "fsync:error=EIO:when=4+3",
+        "writev:error=ENOSPC:when=4",
+        "writev:error=EIO:when=3+2",
+        "rename:error=EROFS:when=2",
+        "fdatasync:delay_enter=30000",
+    ],
+)
+def test_injected_errors_break_no_promise_and_need_no_hand(tmp_path: Path, strace: Any, injection: str) -> None:
+    result = strace([injection], "-m", "trace_store.testing.steps", tmp_path / "data")
+    messages = result.stdout.splitlines()
+    assert result.returncode == 0 or "StorageF" in result.stderr, result.stderr
+    assert "delay" in injection or count(messages, "failed") > 0 or result.returncode, messages
+    engine = Engine(tmp_path / "data")
+    try:
+        assert broken_promises(engine, "p", messages) == []
+        engine.register(RUN, TABLE)
+        append(engine, "after", 0, 4)
+    finally:
+        engine.close()
+
+
+EMFILE = """
+import os, resource, sys
+from pathlib import Path
+from trace_store.engine import Engine
+from trace_store.errors import StorageFailed
+from trace_store.record import TokenSpan
+from trace_store.testing.load import RUN, TABLE, check_rows
+from trace_store.testing.records import make_chunk
+engine = Engine(Path(sys.argv[1]))
+engine.register(RUN, TABLE)
+def append(partition):
+    engine.append(RUN, partition, make_chunk(RUN, partition, TABLE, "t", 0, 8), "synced").result(60)
+append("p")
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def leased():
+    return engine.read(RUN, "p", [TokenSpan("t", 0, 8)], range(3), include_open=True)
+held = [leased()]
+resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
+for refused in (leased, lambda: append("q")):
+    try:
+        refused()
+    except StorageFailed as error:
+        assert "too many open files" in str(error).lower(), error
+    else:
+        raise AssertionError("it was not refused")
+assert [piece.rows for piece in held[0]] == [8, 8, 8]
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+append("q")
+for partition in "pq":
+    assert check_rows(engine, partition, "t", 0, 8, include_open=True) == []
+held[0].close()
+engine.close()
+print("fine")
+"""
+
+
+def test_emfile_refuses_with_a_type_and_passes(tmp_path: Path) -> None:
+    result = subprocess.run([sys.executable, "-c", EMFILE, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "fine\n", result.stderr
+
+
+@pytest.mark.parametrize("when", ["2030-01-01 00:00:00", "1971-01-01 00:00:00", "+0 x500", "-3600s"])
+def test_clock_jumps_change_nothing(tmp_path: Path, tools: Any, when: str) -> None:
+    tools("faketime")
+    command = ["faketime", "-f", when if when[0] in "+-" else f"@{when}", sys.executable]
+    messages: list[str] = []
+    for _ in range(2):
+        result = subprocess.run(
+            [*command, "-m", "trace_store.testing.steps", str(tmp_path)], capture_output=True, text=True, timeout=60
+        )
+        assert result.returncode == 0, result.stderr
+        messages += result.stdout.splitlines()
+    assert count(messages, "seal") == 6
+    engine = Engine(tmp_path)
+    assert broken_promises(engine, "p", messages) == []
+    engine.close()
+
+
+def test_a_random_mix_of_write_and_sync_errors(tmp_path: Path, strace: Any, chance: random.Random) -> None:
+    for number in range(2):
+        injections = [
+            f"{call}:error=EIO:when={chance.randint(2, 4)}+{chance.randint(2, 4)}" for call in ("fdatasync", "writev")
+        ]
+        result = strace(injections, "-m", "trace_store.testing.steps", tmp_path / str(number))
+        try:
+            engine = Engine(tmp_path / str(number))
+        except TraceStoreError as error:
+            raise AssertionError(f"a restart needs a hand: {error}") from error
+        assert broken_promises(engine, "p", result.stdout.splitlines()) == []
+        engine.close()

@@ -1,0 +1,46 @@
+"""Power cuts on real file systems: synced rows are there, written ones may lose their tail, nothing is wrong."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trace_store.engine import Engine
+from trace_store.testing.load import broken_promises
+
+CUTS = 2
+
+
+def cut_and_check(disk: Any, start_load: Callable[..., Any], chance: random.Random, cuts: int) -> Counter[str]:
+    """Load, cut the power under it, mount again, check what was promised as synced. Totals of messages."""
+    totals: Counter[str] = Counter()
+    root = disk.path / "data"
+    for number in range(cuts):
+        load = start_load(root, f"p{number}", number)
+        load.run_for(chance.uniform(0.05, 0.6))
+        disk.cut_power()
+        load.run_for(0.02)  # what is acknowledged now would be a lie
+        messages = load.kill()
+        disk.unmount()
+        disk.mount()
+        engine = Engine(root)
+        try:
+            assert broken_promises(engine, f"p{number}", messages, ("synced",)) == []
+            engine.release("load", f"p{number}").result(60)
+        finally:
+            engine.close()
+        totals += Counter(message.split()[0] for message in messages)
+    return totals
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_fr26_synced_rows_survive_a_power_cut(
+    kind: str, make_disk: Any, start_load: Any, chance: random.Random
+) -> None:
+    totals = cut_and_check(make_disk(kind, 340), start_load, chance, CUTS)
+    assert totals["append"] > 5
+    assert totals["seal"] > 1

@@ -1,0 +1,121 @@
+"""The local disk as a bounded cache of the bucket, and retention over both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.tier.conftest import RUN, Sidecar, eventually
+from tests.tier.test_reading import segment_keys
+from tests.tier.test_upload import refuse_all
+from trace_store import TokenSpan
+from trace_store.errors import StorageFull
+from trace_store.retention import DISK_BYTES_MIN, Limits
+from trace_store.storage.s3 import ObjectStore
+
+Make = Callable[..., Sidecar]
+
+FREE = {"free_min": 0, "free_low": 0}
+CAP = Limits(disk_bytes_max=DISK_BYTES_MIN, **FREE)
+TOKENS = 5000
+"""About 2.6 MB a trajectory: six of them are over the share of the cap at which eviction starts."""
+
+
+def local_bytes(sidecar: Sidecar) -> int:
+    return sum(path.stat().st_size for path in sidecar.root.glob("runs/*/*/*.arrow"))
+
+
+def accepts(sidecar: Sidecar, number: int) -> bool:
+    try:
+        sidecar.write(f"t{number}", TOKENS, partition=f"step-{number}")
+    except StorageFull:
+        return False
+    return True
+
+
+def test_uploaded_segments_are_evicted_least_recently_read_first(sidecar: Make) -> None:
+    first = sidecar("a", CAP)
+    first.engine._keeper.close()  # its rounds are made by hand here
+    for number in range(6):
+        first.write(f"t{number}", TOKENS, partition=f"step-{number}")
+        first.upload()
+        first.engine._gate.observe(local_bytes(first))
+    before = [first.read(f"t{number}", TOKENS, f"step-{number}") for number in range(6)]
+    first.read("t0", TOKENS, "step-0")  # the oldest, and now the one read last
+    held = local_bytes(first)
+    assert held > 0.9 * DISK_BYTES_MIN
+    first.engine._keeper.tick()
+    assert first.engine._volume.deleter.drain(10)
+    status = first.engine.usage()
+    assert local_bytes(first) == status.disk_bytes <= 0.85 * DISK_BYTES_MIN
+    assert status.tier.evicted >= 1
+    assert status.tier.evicted_bytes == held - local_bytes(first)
+    kept = {path.parent.name[:6] for path in first.root.glob("runs/*/*/*.arrow")}
+    assert "step-0" in kept
+    assert "step-1" not in kept
+    assert [first.read(f"t{number}", TOKENS, f"step-{number}") for number in range(6)] == before
+    first.engine.close()
+    again = sidecar("a", CAP)
+    assert [again.read(f"t{number}", TOKENS, f"step-{number}") for number in range(6)] == before
+    assert again.tier.status().uploaded == 0
+
+
+def test_a_reader_keeps_what_it_reads_while_it_is_evicted(sidecar: Make) -> None:
+    first = sidecar("a")
+    first.write("t")
+    first.upload()
+    run = first.engine.snapshot_runs()[0]
+    (segment,) = run.partitions["step-1"].segments.values()
+    whole, _ = first.read("t")
+    with first.engine.read(RUN, "step-1", [TokenSpan("t", 0, 40)], [0, 1, 2]) as read:
+        assert first.tier.evict(segment) > 0
+        assert first.engine._volume.deleter.drain(10)
+        assert not segment.path.exists()
+        assert sum(piece.rows for piece in read) == 120
+        assert read.missing == []
+    assert first.read("t") == (whole, set())
+
+
+def test_what_is_not_uploaded_is_never_evicted_and_the_cap_refuses_writes(
+    sidecar: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trace_store.tier.tier.CLOSE_UPLOAD_S", 0.0)
+    first = sidecar("a", CAP)
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put", refuse_all)
+        numbers = iter(range(20))
+        eventually(lambda: not accepts(first, next(numbers)), "refusal")
+        assert first.engine.usage().tier.evicted == 0
+        assert first.reasons("t0", TOKENS, "step-0") == set()
+    eventually(lambda: accepts(first, 20), "room after the upload")
+    assert first.reasons("t0", TOKENS, "step-0") == set()
+
+
+def test_a_segment_that_the_disk_damaged_is_taken_from_the_bucket_at_start(sidecar: Make) -> None:
+    first = sidecar("a")
+    first.write("t")
+    first.upload()
+    whole = first.read("t")
+    first.engine.close()
+    (path,) = first.root.glob("runs/*/*/*.arrow")
+    path.chmod(0o640)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    again = sidecar("a")
+    assert again.read("t") == whole
+    assert again.tier.status().upload_conflicts == 0
+
+
+def test_only_the_newest_partitions_are_kept_in_the_bucket(sidecar: Make, store: ObjectStore) -> None:
+    first = sidecar("a")
+    for number in range(4):
+        first.write("t", partition=f"step-{number}")
+        first.upload()
+    second = sidecar("b", Limits(partitions_kept=2, **FREE))  # it has loaded none of them
+    # The objects' times have a resolution of a second, so which two of four stay is only certain between servers.
+    eventually(lambda: len(segment_keys(store)) == 2, "release by count")
+    first.tier.follow()
+    left = [number for number in range(4) if first.reasons("t", partition=f"step-{number}") == set()]
+    assert len(left) == 2
+    assert second.engine.usage().retention.count == 2

@@ -1,0 +1,136 @@
+"""The timer of an engine: carries out what ``retention`` decides and lets the object tier look for new segments.
+
+Releases go through the writer's queue, in front of what waits there, so that deletion keeps pace with ingest. A clock
+that jumps does not age anything: times come from the engine's clock, which is set once at start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trace_store.catalog import Partition, Segment
+from trace_store.gate import DiskGate
+from trace_store.retention import Limits, PartitionFacts, SegmentFacts, to_evict, to_release
+from trace_store.tier.layout import Place
+from trace_store.tier.tier import ObjectTier
+from trace_store.volume import Volume
+
+log = logging.getLogger("trace_store.keeper")
+
+TICK_S = 0.5
+"""How often it looks by itself; appends that meet a filling disk call it, at most every TICK_PRESSED_S."""
+
+TICK_PRESSED_S = 0.05
+
+RULES = ("age", "count", "cap")
+
+
+@dataclass
+class RetentionCounts:
+    """Partitions released since the start, by rule."""
+
+    age: int = 0
+    count: int = 0
+    cap: int = 0
+
+
+class Keeper:
+    """One thread. ``release`` releases a partition of the catalog and calls back when that is done."""
+
+    def __init__(
+        self,
+        volume: Volume,
+        limits: Limits,
+        gate: DiskGate,
+        tier: ObjectTier | None,
+        release: Callable[[Partition, Callable[[], None]], None],
+    ) -> None:
+        self._volume, self._limits, self._gate, self._tier, self._release = volume, limits, gate, tier, release
+        self.counts = RetentionCounts()
+        self._under_way: set[Place] = set()
+        self._stop, self._wake = threading.Event(), threading.Event()
+        gate.on_pressure = self._wake.set
+        self._thread = threading.Thread(target=self._run, name="trace-store-keep", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_PRESSED_S):
+            self._wake.wait(TICK_S - TICK_PRESSED_S)
+            self._wake.clear()
+            try:
+                self.tick()
+            except Exception:
+                log.exception("retention failed, tried again")
+
+    def tick(self) -> None:
+        """Look once; also for tests."""
+        if self._tier is not None:
+            self._tier.tick()
+        partitions, evictable, used = self._facts()
+        self._gate.observe(used)
+        wanted = to_release(self._limits, partitions, self._volume.now(), evictable=self._tier is not None)
+        for place, rule in wanted:
+            if place not in self._under_way:
+                self._release_place(place, rule)
+        if self._tier is not None:
+            self._evict(self._tier, evictable, used)
+
+    def _facts(self) -> tuple[list[PartitionFacts[Place]], list[SegmentFacts[int]], int]:
+        """Partitions of catalog and bucket, uploaded segments on the disk, and the bytes of all segments there."""
+        facts: dict[Place, PartitionFacts[Place]] = {}
+        segments: list[SegmentFacts[int]] = []
+        self._segments: dict[int, Segment] = {}
+        used = 0
+        if self._tier is not None:
+            for place, written in self._tier.view.written_at().items():
+                facts[place] = PartitionFacts(place, place[0], written, 0)
+        with self._volume.lock:
+            for run in self._volume.runs.values():
+                for partition in run.partitions.values():
+                    held = sum(segment.disk_bytes for segment in partition.segments.values())
+                    used += held
+                    place = (run.directory.name, partition.directory.name)
+                    written = max(partition.written_at, facts[place].written_at if place in facts else 0.0)
+                    if partition.segments:
+                        facts[place] = PartitionFacts(place, place[0], written, held)
+                    for segment in partition.segments.values():
+                        if segment.local and segment.uploaded:
+                            segments.append(SegmentFacts(segment.number, segment.read_at, segment.disk_bytes))
+                            self._segments[segment.number] = segment
+        return list(facts.values()), segments, used
+
+    def _release_place(self, place: Place, rule: str) -> None:
+        partition = self._find(place)
+        setattr(self.counts, rule, getattr(self.counts, rule) + 1)
+        log.info("retention releases a partition, rule=%s place=%s", rule, "/".join(place))
+        if partition is not None:
+            self._under_way.add(place)
+            self._release(partition, lambda: self._under_way.discard(place))
+        elif self._tier is not None:
+            self._tier.release_place(place)
+
+    def _find(self, place: Place) -> Partition | None:
+        with self._volume.lock:
+            for run in self._volume.runs.values():
+                if run.directory.name == place[0]:
+                    return next((p for p in run.partitions.values() if p.directory.name == place[1]), None)
+        return None
+
+    def _evict(self, tier: ObjectTier, evictable: list[SegmentFacts[int]], used: int) -> None:
+        try:
+            disk = os.statvfs(self._volume.root)
+        except OSError:
+            return
+        free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
+        for number in to_evict(self._limits, used, free, size, evictable):
+            used -= tier.evict(self._segments[number])
+        self._gate.observe(used)
