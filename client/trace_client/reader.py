@@ -77,7 +77,15 @@ class Reader:
         chosen = self.sites if sites is None else self._check_sites(sites)
         check_int(policy_version_min, "policy_version_min", 0, POLICY_VERSION_MAX)
         layout = plan_layout(chosen, rows_of(wanted))
-        options = {"include_open": include_open, "policy_version_min": policy_version_min, "timeout_s": timeout_s}
+        options: dict[str, Any] = {
+            "include_open": include_open,
+            "policy_version_min": policy_version_min,
+            "timeout_s": timeout_s,
+        }
+            "include_open": include_open,
+            "policy_version_min": policy_version_min,
+            "timeout_s": timeout_s,
+        }
         buffers = out if out is not None else self._spare.take()
         arena = buffers.arena(self._channel.arenas, layout.size)
         memory = arena.array() if arena is not None else buffers.memory(layout.size)

@@ -199,10 +199,8 @@ class Writer:
         """
         old.end()
         pending = [(sent, old) for sent in old.unanswered()]
-        error, deadline = (
-            old.broken or Unavailable("the append stream ended"),
-            time.monotonic() + self._resume_timeout_s,
-        )
+        deadline = time.monotonic() + self._resume_timeout_s
+        error: TraceStoreError = old.broken or Unavailable("the append stream ended")
         if pending and type(error) is not Unavailable:
             raise error
         while True:

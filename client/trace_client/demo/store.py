@@ -83,7 +83,7 @@ def recorded_runs(server: str, tables: dict[str, list[Site]]) -> Iterator[dict[s
         runs = {}
         for name, sites in tables.items():
             meter = stack.enter_context(Meter(server))
-            client = stack.enter_context(trace_client.connect(meter.target))
+            client = stack.enter_context(trace_client.connect(meter.target, arena="off"))
             client.register(name, sites)
             writer = stack.enter_context(client.writer(name, PARTITION, durability="synced"))
             runs[name] = RecordedRun(name, sites, meter, writer, client.reader(name, PARTITION))

@@ -38,7 +38,7 @@ def test_bytes_of_both_directions_are_counted() -> None:
 
 def test_a_client_works_through_it(server: Any, rows: Any) -> None:
     site = Site(0, "k", 64)
-    with Meter(server.address) as meter, trace_client.connect(meter.target) as client:
+    with Meter(server.address) as meter, trace_client.connect(meter.target, arena="off") as client:
         client.register("metered", [site])
         with client.writer("metered", "step") as writer:
             before = meter.sent
