@@ -82,10 +82,6 @@ class Reader:
             "policy_version_min": policy_version_min,
             "timeout_s": timeout_s,
         }
-            "include_open": include_open,
-            "policy_version_min": policy_version_min,
-            "timeout_s": timeout_s,
-        }
         buffers = out if out is not None else self._spare.take()
         arena = buffers.arena(self._channel.arenas, layout.size)
         memory = arena.array() if arena is not None else buffers.memory(layout.size)

@@ -21,7 +21,7 @@ from trace_server.metrics import Metrics
 from trace_server.status import abort
 from trace_store import wire
 from trace_store.engine import Engine, Read
-from trace_store.errors import DeadlineExceeded, InvalidRequest, StorageFailed, TraceStoreError
+from trace_store.errors import DeadlineExceeded, InvalidRequest, StorageFailed, TraceStoreError, Unavailable
 from trace_store.record import check_name
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 from trace_store.version import VERSION
@@ -66,8 +66,15 @@ class TraceStoreService:
                 return await method(request)
             except TraceStoreError as error:
                 await self._refuse(context, error, run)
+            except asyncio.CancelledError:
+                await self._interrupt(context)
 
         return call
+
+    async def _interrupt(self, context: Any) -> None:
+        """A task of the handler was cancelled. gRPC sends no status then, unless it was the client that cancelled (in
+        which case this raises CancelledError again), and the client would wait for ever."""
+        await self._refuse(context, Unavailable("the call was interrupted inside the server; repeat it"))
 
     async def _refuse(self, context: Any, error: TraceStoreError, run: str = "") -> None:
         self._metrics.errors.labels(type(error).__name__).inc()
@@ -95,6 +102,8 @@ class TraceStoreService:
                     yield answer
         except TraceStoreError as error:
             await self._refuse(context, error)
+        except asyncio.CancelledError:
+            await self._interrupt(context)
         finally:
             self._streams.discard(stream)
 

@@ -212,15 +212,19 @@ def test_clock_jumps_change_nothing(tmp_path: Path, tools: Any, when: str) -> No
     engine.close()
 
 
-def test_a_random_mix_of_write_and_sync_errors(tmp_path: Path, strace: Any, chance: random.Random) -> None:
-    for number in range(2):
-        injections = [
-            f"{call}:error=EIO:when={chance.randint(2, 4)}+{chance.randint(2, 4)}" for call in ("fdatasync", "writev")
-        ]
+def mix_errors(tmp_path: Path, strace: Any, chance: random.Random, rounds: int) -> None:
+    """Lives of a store under random write and sync errors; then what each acknowledged must be there."""
+    for number in range(rounds):
+        calls = chance.sample(("fdatasync", "writev", "fsync", "rename"), 2)
+        injections = [f"{call}:error=EIO:when={chance.randint(1, 5)}+{chance.randint(2, 5)}" for call in calls]
         result = strace(injections, "-m", "trace_store.testing.steps", tmp_path / str(number))
         try:
             engine = Engine(tmp_path / str(number))
         except TraceStoreError as error:
             raise AssertionError(f"a restart needs a hand: {error}") from error
-        assert broken_promises(engine, "p", result.stdout.splitlines()) == []
+        assert broken_promises(engine, "p", result.stdout.splitlines()) == [], injections
         engine.close()
+
+
+def test_a_random_mix_of_write_and_sync_errors(tmp_path: Path, strace: Any, chance: random.Random) -> None:
+    mix_errors(tmp_path, strace, chance, rounds=2)

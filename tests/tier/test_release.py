@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,6 +165,27 @@ def test_an_emptied_bucket_is_no_release(sidecar: Make, store: ObjectStore) -> N
     again.upload()
     assert again.reasons("t") == set()
     assert sidecar("b").reasons("t") == set()  # uploaded again
+
+
+def test_a_new_partition_of_another_server_survives_a_late_deletion(
+    sidecar: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = sidecar("a"), sidecar("b")
+    first.write("old")
+    first.upload()
+    with monkeypatch.context() as patch:
+        refused: list[object] = []
+        patch.setattr(ObjectStore, "delete", lambda *arguments: refused.append(arguments) or refuse_all())
+        release(first)
+        eventually(lambda: refused, "refused deletion")
+        begun = time.time()
+        eventually(lambda: time.time() > begun + 1.1, "a younger object")  # a store's times have whole seconds
+        second.write("new")
+        second.upload()
+    assert first.engine._volume.deleter.drain(10)
+    third = sidecar("c")
+    assert third.reasons("new") == set()
+    assert third.reasons("old") == {"UNKNOWN_TRAJECTORY"}
 
 
 def test_a_directory_that_changes_buckets_is_uploaded_to_the_new_one(sidecar: Make, tmp_path: Path, url: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from trace_store.catalog import Partition
 from trace_store.naming import MANIFEST_PREFIX, directory_name
 from trace_store.segment.schema import SEALED_SUFFIX
 
@@ -24,6 +25,11 @@ Place = tuple[str, str]
 def place_of(run: str, partition: str) -> Place:
     """Place of a partition by its names."""
     return directory_name(run), directory_name(partition)
+
+
+def partition_place(partition: Partition) -> Place:
+    """Place of a partition of the catalog."""
+    return partition.run.directory.name, partition.directory.name
 
 
 def place_prefix(place: Place) -> str:

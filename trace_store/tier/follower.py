@@ -1,0 +1,104 @@
+"""Compare catalog and bucket: at start what the directory has, later what other servers add and release.
+
+object of the same name and size      uploaded
+object of another size                the local copy is damaged and was rewritten: the object counts
+marked, or uploaded before, no object released by another server, once the store says so by name
+neither                               to be uploaded
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from trace_store.catalog import Partition, Segment
+from trace_store.errors import StorageFailed, TraceStoreError
+from trace_store.storage.s3 import ObjectInfo
+from trace_store.tier.bucket import BucketView
+from trace_store.tier.layout import object_key, partition_place
+from trace_store.tier.loading import Loader, load_segment
+from trace_store.tier.marks import BucketIdentity, is_marked, mark_uploaded
+from trace_store.volume import Volume
+
+log = logging.getLogger("trace_store.tier")
+
+
+class Follower:
+    """Makes the catalog follow the bucket. One caller at a time."""
+
+    def __init__(self, volume: Volume, view: BucketView, loader: Loader, identity: BucketIdentity) -> None:
+        self._volume, self._view, self._loader, self._identity = volume, view, loader, identity
+        self.vanished = 0
+
+    def compare(self) -> None:
+        """At start, after the bucket was listed."""
+        for partition in self._partitions():
+            listed = self._view.objects(partition_place(partition))
+            for segment in list(partition.segments.values()):
+                info = listed.get(segment.path.name)
+                if info is not None and info.size == segment.disk_bytes:
+                    segment.uploaded, segment.object_bytes = True, info.size
+                    mark_uploaded(segment.path)
+                elif info is not None:
+                    self._take_from_bucket(partition, segment, info)
+                elif is_marked(segment.path):
+                    segment.uploaded = True  # and gone since: asked for by name below
+            self._drop_vanished(partition)
+
+    def follow(self) -> str:
+        """List the bucket, load news of partitions that are in use, drop what others released. Why that failed."""
+        try:
+            self._view.refresh()
+            for partition in self._partitions():
+                place = partition_place(partition)
+                if partition.segments and self._loader.missing(place):
+                    self._loader.load(partition.run, place)
+                self._drop_vanished(partition)
+        except StorageFailed as error:
+            log.warning("the object store cannot be followed: %s", error)
+            return str(error)
+        return ""
+
+    def _partitions(self) -> list[Partition]:
+        with self._volume.lock:
+            return [p for run in self._volume.runs.values() for p in run.partitions.values()]
+
+    def _drop_vanished(self, partition: Partition) -> None:
+        place = partition_place(partition)
+        listed = self._view.objects(place)
+        with self._volume.lock:
+            doubtful = [s for s in partition.segments.values() if s.uploaded and s.path.name not in listed]
+        if not doubtful or not self._identity.unchanged():
+            return
+        gone = [s for s in doubtful if self._view.store.head(object_key(place, s.path.name)) is None]
+        if not gone:
+            return
+        log.info("released by another server, partition=%r segments=%d", partition.name, len(gone))
+        with self._volume.lock:
+            self.vanished += len(gone)
+            partition.drop({segment.number for segment in gone})
+        for segment in gone:
+            if segment.local:
+                _remove(segment.path)
+
+    def _take_from_bucket(self, partition: Partition, segment: Segment, info: ObjectInfo) -> None:
+        try:
+            loaded = load_segment(self._view.store, segment.path.name, info)
+        except TraceStoreError as error:
+            log.error("segment=%s differs from its object, which cannot be read: %s", segment.path.name, error)
+            return
+        if loaded.index.records < segment.index.records:
+            return  # the upload will say that there is a conflict
+        log.warning("segment=%s is taken from the bucket, the local copy was damaged", segment.path.name)
+        with self._volume.lock:
+            segment.index, segment.local, segment.uploaded = loaded.index, False, True
+            segment.disk_bytes, segment.object_bytes = 0, info.size
+            partition.rebuild()
+        _remove(segment.path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        log.error("a segment cannot be removed, segment=%s cause=%s", path.name, error.strerror)

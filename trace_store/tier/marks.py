@@ -1,0 +1,72 @@
+"""What a data directory remembers of its bucket: which one it was, and which of its files were uploaded.
+
+    ROOT/bucket        identity of the bucket
+    file mode 0440     the segment was uploaded to it
+
+Both are hints that are checked with the bucket before anything follows from them: a lost one costs a comparison. A
+file that is marked and whose object is gone was released by another server.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from trace_store.errors import TraceStoreError
+from trace_store.segment.schema import SEALED_SUFFIX
+from trace_store.segment.writer import sync_directory
+from trace_store.storage.s3 import ObjectStore
+from trace_store.storage.selfcheck import bucket_identity
+
+log = logging.getLogger("trace_store.tier")
+
+UPLOADED_MODE = 0o440
+PLAIN_MODE = 0o640
+IDENTITY_FILE = "bucket"
+
+
+def mark_uploaded(path: Path) -> None:
+    """Note on a file that the bucket has it."""
+    try:
+        os.chmod(path, UPLOADED_MODE)
+    except OSError as error:
+        log.debug("cannot mark a segment as uploaded, segment=%s cause=%s", path.name, error)
+
+
+def is_marked(path: Path) -> bool:
+    """Whether a file was uploaded to the bucket that the directory remembers."""
+    try:
+        return path.stat().st_mode & 0o777 == UPLOADED_MODE
+    except OSError:
+        return False
+
+
+class BucketIdentity:
+    """Which bucket this is. Raises StorageFailed when it cannot be asked at start."""
+
+    def __init__(self, root: Path, store: ObjectStore) -> None:
+        self._store = store
+        self._identity = bucket_identity(store)
+        path = root / IDENTITY_FILE
+        known = path.read_text(encoding="utf-8").strip() if path.exists() else ""
+        if known == self._identity:
+            return
+        if known:
+            log.warning("the data directory was used with another bucket, everything is uploaded to this one")
+        # Marks of the other bucket must go first: a marked file without an object counts as released.
+        for segment in root.glob(f"runs/*/*/*{SEALED_SUFFIX}"):
+            if is_marked(segment):
+                os.chmod(segment, PLAIN_MODE)
+        partial = path.with_suffix(".partial")
+        partial.write_text(f"{self._identity}\n", encoding="utf-8")
+        partial.replace(path)
+        sync_directory(root)
+
+    def unchanged(self) -> bool:
+        """Whether the bucket is still the one that it was at start, and not an emptied one or another of its name."""
+        try:
+            return bucket_identity(self._store) == self._identity
+        except TraceStoreError as error:
+            log.warning("the bucket cannot be identified: %s", error)
+            return False
