@@ -203,6 +203,8 @@ class TraceStoreService:
             await self._until_ended(messages)
         except TraceStoreError as error:
             await self._refuse(context, error)
+        except asyncio.CancelledError:
+            await self._interrupt(context)
         finally:
             if arena is not None:
                 self._arenas.drop(arena)

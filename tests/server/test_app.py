@@ -66,7 +66,10 @@ def test_sigterm_ends_open_streams_at_once(new_server: Any, sites: Any, records:
         assert caught.value.retryable
 
 
-def test_sigterm_under_load_loses_nothing_that_was_answered(new_server: Any, sites: Any, records: Any) -> None:
+def test_sigterm_under_load_loses_nothing_that_was_answered(
+    new_server: Any, sites: Any, records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trace_client.writer.RESUME_TIMEOUT_S", 0.1)  # it does not come back meanwhile
     server = new_server().start()
     with trace_client.connect(server.address) as client:
         client.register("r", sites)
