@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from trace_store import frame
-from trace_store.engine import Read
 from trace_store.fetch import Slice
 from trace_store.limits import FRAME_BYTES
 from trace_store.planner import Missing
+from trace_store.read import Read
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 MISSING_PER_FRAME_MAX = 10_000
