@@ -104,7 +104,9 @@ class SegmentIndex:
             FormatError: it is no index of a file of ``segment_bytes``: no offset or length is believed beyond that.
         """
         try:
-            batch = pa.ipc.open_stream(pa.py_buffer(encoded)).read_next_batch()
+            # One thread: handing fifteen short columns to a pool takes longer than to decompress them.
+            options = pa.ipc.IpcReadOptions(use_threads=False)
+            batch = pa.ipc.open_stream(pa.py_buffer(encoded), options=options).read_next_batch()
             rows = np.zeros(batch.num_rows, ROW)
             for name in ROW.names or ():
                 column = batch.column(name)
