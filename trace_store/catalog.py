@@ -3,7 +3,7 @@
     Run -> Partition -> Trajectory -> sealed attempt (visible), pending ones (their seal is being synced), open attempt
 
 An attempt keeps its record groups in plain arrays: for each group the segment, the first index row, the token span and
-the set of sites; rows of a group are consecutive. 20 bytes a group here and 67 a record in the segment's index.
+the set of sites; rows of a group are consecutive. 20 bytes a group here and 74 a record in the segment's index.
 All methods want the engine's lock held.
 """
 

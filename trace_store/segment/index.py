@@ -1,6 +1,6 @@
 """Index of a segment: one fixed-width row per segment row, with the place of its bytes in the file.
 
-It is what the catalog keeps in memory (67 bytes a record), what a sealed segment stores in its last row, and what a
+It is what the catalog keeps in memory (74 bytes a record), what a sealed segment stores in its last row, and what a
 scan of a damaged or unfinished segment rebuilds. Offsets are absolute byte positions in the segment file.
 """
 
