@@ -98,6 +98,8 @@ class Engine:
             self._volume.close()
             raise
         self._gate = DiskGate(Path(root), limits)
+        if self._tier is not None:
+            self._tier.cache.has_room = self._gate.has_room
         self._shard = Shard(self._volume, clock, self._gate, upload=objects is not None)
         self._keeper = Keeper(self._volume, limits, self._gate, self._tier, self._release_for_keeper)
         self._closed = False

@@ -67,6 +67,37 @@ def test_uploaded_segments_are_evicted_least_recently_read_first(sidecar: Make) 
     assert again.tier.status().uploaded == 0
 
 
+def test_what_is_read_again_and_again_is_fetched_to_the_disk(sidecar: Make) -> None:
+    first = sidecar("a")
+    first.write("t", 400)
+    first.upload()
+    whole = first.read("t", 400)
+    second = sidecar("b", Limits(**FREE))
+    for _ in range(3):
+        assert second.read("t", 400) == whole
+    eventually(lambda: second.tier.status().cached == 1, "caching")
+    status = second.engine.usage()
+    assert status.disk_bytes == status.tier.cached_bytes == local_bytes(second)
+    assert status.tier.remote_segments == 0
+    assert second.read("t", 400) == whole
+    second.engine.close()
+    again = sidecar("b", Limits(**FREE))  # it is a local copy like any other
+    assert again.read("t", 400) == whole
+    assert again.tier.status().uploaded == 0
+
+
+def test_nothing_is_cached_without_room(sidecar: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = sidecar("a")
+    first.write("t", 400)
+    first.upload()
+    second = sidecar("b")
+    monkeypatch.setattr("trace_store.gate.DiskGate._free", lambda gate: (0, 1 << 40))
+    for _ in range(4):
+        assert second.reasons("t", 400) == set()
+    second.engine.close()
+    assert local_bytes(second) == 0
+
+
 def test_a_reader_keeps_what_it_reads_while_it_is_evicted(sidecar: Make) -> None:
     first = sidecar("a")
     first.write("t")
