@@ -3,7 +3,7 @@
     Run -> Partition -> Trajectory -> sealed attempt (visible), pending ones (their seal is being synced), open attempt
 
 An attempt keeps its record groups in plain arrays: for each group the segment, the first index row, the token span and
-the set of sites; rows of a group are consecutive. 20 bytes a group here and 67 a record in the segment's index.
+the set of sites; rows of a group are consecutive. 20 bytes a group here and 74 a record in the segment's index.
 All methods want the engine's lock held.
 """
 
@@ -23,6 +23,9 @@ from trace_store.record import Site
 from trace_store.segment.index import SegmentIndex
 
 SiteSet = tuple[int, ...]
+
+_GROUP_KEY = ("kind", "trajectory", "attempt", "start", "stop")
+"""Consecutive rows that agree in these are one group."""
 
 RELEASED_MAX = 10_000
 
@@ -225,32 +228,44 @@ class Partition:
         rows = segment.index.rows[first_row:]
         if not len(rows):
             return
-        keys = rows[["kind", "trajectory", "attempt", "start", "stop"]]
         # Two appends of one span with disjoint sites may stand side by side: they form one group with all sites, which
         # says the same.
-        borders = np.flatnonzero(keys[1:] != keys[:-1]) + 1
-        for low, high in zip([0, *borders.tolist()], [*borders.tolist(), len(rows)], strict=True):
-            self._apply_group(segment, first_row + low, rows[low:high])
+        differs = np.zeros(len(rows) - 1, bool)
+        for name in _GROUP_KEY:
+            column = rows[name]
+            differs |= column[1:] != column[:-1]
+        starts = np.concatenate(([0], np.flatnonzero(differs) + 1))
+        sites = rows["site"].tolist()
+        columns = [rows[name][starts].tolist() for name in (*_GROUP_KEY, "policy_version")]
+        names = segment.index.trajectories
+        for low, high, kind, trajectory, number, start, stop, version in zip(
+            starts.tolist(), [*starts[1:].tolist(), len(rows)], *columns, strict=True
+        ):
+            if kind == RowKind.RECORD:
+                site_set = self.run.site_set(tuple(sites[low:high]))
+                self._add_group(names[trajectory], number, segment.number, first_row + low, start, stop, site_set)
+            elif kind == RowKind.RELEASE:
+                self.release(names[trajectory])
+            elif kind == RowKind.SEAL and self._is_current(names[trajectory], number):
+                self.mark_sealed(names[trajectory], number, stop, start, version)
 
-    def _apply_group(self, segment: Segment, first_row: int, rows: npt.NDArray[np.void]) -> None:
-        head = rows[0]
-        name = segment.index.trajectories[int(head["trajectory"])]
-        number, start, stop = int(head["attempt"]), int(head["start"]), int(head["stop"])
-        if head["kind"] == RowKind.RECORD:
-            self.released.discard(name)
-            entry = self.trajectories.get(name)
-            newest = entry.newest if entry else None
-            if newest is not None and number < newest.number and (entry is None or entry.find(number) is None):
+    def _add_group(
+        self, name: str, number: int, segment: int, first_row: int, start: int, stop: int, site_set: int
+    ) -> None:
+        self.released.discard(name)
+        entry = self.trajectories.get(name)
+        if entry is None or entry.open is None or entry.open.number != number:
+            if not self._is_current(name, number) and (entry is None or entry.find(number) is None):
                 return
-            site_set = self.run.site_set(tuple(rows["site"].tolist()))
-            self.attempt(name, number).add(segment.number, first_row, start, stop, site_set)
-        elif head["kind"] == RowKind.SEAL:
-            entry = self.trajectories.get(name)
-            newest = entry.newest if entry else None
-            if newest is None or number >= newest.number:
-                self.mark_sealed(name, number, stop, start, int(head["policy_version"]))
-        elif head["kind"] == RowKind.RELEASE:
-            self.release(name)
+            self.attempt(name, number).add(segment, first_row, start, stop, site_set)
+            return
+        entry.open.add(segment, first_row, start, stop, site_set)
+
+    def _is_current(self, name: str, number: int) -> bool:
+        """Whether no newer attempt of the trajectory is known."""
+        entry = self.trajectories.get(name)
+        newest = entry.newest if entry is not None else None
+        return newest is None or number >= newest.number
 
 
 @dataclass

@@ -15,26 +15,23 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-
-import numpy as np
 
 from trace_store.catalog import Partition, Run
 from trace_store.chunk import Chunk
 from trace_store.commands import AppendCommand, AppendResult, ReleaseCommand, RollCommand, SealCommand
 from trace_store.errors import InvalidRequest, StorageFailed
 from trace_store.explain import explain
-from trace_store.fetch import OpenSegment, Slice, Undelivered, fetch
+from trace_store.fetch import OpenSegment
 from trace_store.gate import DiskGate
-from trace_store.gather import Places, file_order, gather
 from trace_store.keeper import Keeper, RetentionCounts
 from trace_store.limits import SPANS_MAX, TOKENS_MAX
-from trace_store.planner import Missing, MissingReason, ReadPlan, plan_read
+from trace_store.planner import MissingReason, ReadPlan, plan_read
+from trace_store.read import Read
 from trace_store.record import (
     Receipt,
     Site,
@@ -51,7 +48,7 @@ from trace_store.storage.s3 import ObjectStore
 from trace_store.tier.tier import ObjectTier, TierStatus
 from trace_store.volume import Volume
 
-_PERHAPS_ELSEWHERE = (MissingReason.UNKNOWN_TRAJECTORY, MissingReason.NOT_SEALED)
+_PERHAPS_ELSEWHERE = (MissingReason.UNKNOWN_TRAJECTORY, MissingReason.NOT_SEALED, MissingReason.NOT_UPLOADED)
 
 
 @dataclass(frozen=True)
@@ -72,61 +69,6 @@ class Usage:
     retention: RetentionCounts
     deletions_pending: int
     tier: TierStatus
-
-
-class Read:
-    """A read in progress: iterate for the slices, then look at ``missing``. Close it (or use ``with``)."""
-
-    def __init__(self, plan: ReadPlan, segments: dict[int, OpenSegment], spans: Sequence[TokenSpan]) -> None:
-        self._plan, self._segments, self._spans = plan, segments, spans
-        self.missing: list[Missing] = list(plan.missing)
-
-    def __iter__(self) -> Iterator[Slice]:
-        for item in fetch(self._plan, self._segments):
-            if isinstance(item, Undelivered):
-                self._miss(self._plan, item.position, item.reason)
-            else:
-                yield item
-
-    def pieces(self) -> ReadPlan:
-        """What will be served, in file order: for ``gather``, which takes it whole or in parts."""
-        return file_order(self._plan, self._segments)
-
-    def gather(self, pieces: ReadPlan, target: memoryview, places: Places) -> list[int]:
-        """Serve pieces into memory (``trace_store.gather``); positions of those that went to ``missing`` instead."""
-        undelivered = gather(pieces, self._segments, target, places)
-        for item in undelivered:
-            self._miss(pieces, item.position, item.reason)
-        return [item.position for item in undelivered]
-
-    def policy_versions(self, pieces: ReadPlan) -> list[int]:
-        """Weights that produced each piece."""
-        versions = np.zeros(len(pieces.row), np.uint64)
-        for number in np.unique(pieces.segment):
-            chosen = pieces.segment == number
-            versions[chosen] = self._segments[int(number)].index.rows["policy_version"][pieces.row[chosen]]
-        found: list[int] = versions.tolist()
-        return found
-
-    def close(self) -> None:
-        for segment in self._segments.values():
-            segment.source.close()
-        self._segments = {}
-
-    def __enter__(self) -> Read:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def _miss(self, plan: ReadPlan, position: int, reason: MissingReason) -> None:
-        number = int(plan.span[position])
-        span = self._spans[number]
-        start = span.start + int(plan.dest_row[position]) - span.dest_row
-        stop = start + int(plan.rows[position])
-        self.missing.append(Missing(number, int(plan.site[position]), start, stop, reason))
 
 
 class Engine:
@@ -156,6 +98,8 @@ class Engine:
             self._volume.close()
             raise
         self._gate = DiskGate(Path(root), limits)
+        if self._tier is not None:
+            self._tier.cache.has_room = self._gate.has_room
         self._shard = Shard(self._volume, clock, self._gate, upload=objects is not None)
         self._keeper = Keeper(self._volume, limits, self._gate, self._tier, self._release_for_keeper)
         self._closed = False
@@ -256,21 +200,23 @@ class Engine:
             raise InvalidRequest(f"a read has at most {SPANS_MAX} spans, got={len(spans)}", argument="spans")
         if len(set(sites)) != len(sites) or any(not 0 <= site < len(known.sites) for site in sites):
             raise InvalidRequest(f"sites are repeated or unknown, sites={len(known.sites)}", argument="sites")
-        options = {"include_open": include_open, "policy_version_min": policy_version_min}
-        failure = ""
-        if self._tier is not None:
-            failure = self._tier.ensure(known, partition).failure
+
+        def start(failure: str) -> Read:
             with self._volume.lock:
-                tried = plan_read(known.partitions.get(partition), spans, sites, **options)  # type: ignore[arg-type]
-            if any(item.reason in _PERHAPS_ELSEWHERE for item in tried.missing):
-                failure = self._tier.look_again(known, partition).failure
-        with self._volume.lock:
-            found = known.partitions.get(partition)
-            plan = plan_read(found, spans, sites, **options)  # type: ignore[arg-type]
-            if plan.missing:
-                plan = replace(plan, missing=explain(plan.missing, spans, known, partition, unreadable=bool(failure)))
-            segments = self._lease(found, sorted(set(plan.segment.tolist()))) if found is not None else {}
-        return Read(plan, segments, spans)
+                found = known.partitions.get(partition)
+                plan = plan_read(found, spans, sites, include_open=include_open, policy_version_min=policy_version_min)
+                if plan.missing:
+                    better = explain(plan.missing, spans, known, partition, unreadable=bool(failure))
+                    plan = replace(plan, missing=better)
+                return self._lease(found, plan, spans)
+
+        if self._tier is None:
+            return start("")
+        read = start(self._tier.ensure(known, partition).failure)
+        if any(item.reason in _PERHAPS_ELSEWHERE for item in read.missing):
+            read.close()
+            read = start(self._tier.look_again(known, partition).failure)
+        return read
 
     def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> Future[int]:
         """Forget trajectories, or the whole partition; the future gives how many were there, once that is durable."""
@@ -345,13 +291,20 @@ class Engine:
     def _partition(self, run: str, partition: str) -> Partition:
         return self._volume.partition(self._volume.run(run), check_name(partition, "partition"))
 
-    def _lease(self, partition: Partition, numbers: Sequence[int]) -> dict[int, OpenSegment]:
+    def _lease(self, partition: Partition | None, plan: ReadPlan, spans: Sequence[TokenSpan]) -> Read:
+        """Open the segments of a plan. Wants the lock held."""
+        if partition is None:
+            return Read(plan, {}, spans)
         leased: dict[int, OpenSegment] = {}
-        try:
-            for number in numbers:
+        spares: dict[int, OpenSegment] = {}
+        for number in sorted(set(plan.segment.tolist())):
+            try:
                 leased[number] = self._volume.lease(partition, number)
-        except StorageFailed:
-            for segment in leased.values():
-                segment.source.close()
-            raise
-        return leased
+            except StorageFailed:
+                for segment in leased.values():
+                    segment.source.close()
+                raise
+            spare = self._volume.spare(partition, number)
+            if spare is not None:
+                spares[number] = spare
+        return Read(plan, leased, spans, spares, lambda number: self._volume.distrust(partition, number))

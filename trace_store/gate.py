@@ -64,6 +64,11 @@ class DiskGate:
             self._sleep(delay)
         self._since += payload_bytes
 
+    def has_room(self, size: int) -> bool:
+        """Whether the disk may take a cached file of this size: no more than eviction can make good."""
+        cap = self._limits.disk_bytes_max
+        return self._measure(size) <= 0 and (cap is None or size <= cap // 8)
+
     def _measure(self, payload_bytes: int) -> float:
         free, size = self._free()
         return pressure(self._limits, self._used + self._since + payload_bytes, free - payload_bytes, size)

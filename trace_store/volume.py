@@ -29,7 +29,7 @@ from trace_store.fetch import OpenSegment, read_record
 from trace_store.naming import MANIFEST_PREFIX, RELEASED_OBJECTS, RELEASED_PREFIX, directory_name, segment_name
 from trace_store.opening import find_run
 from trace_store.record import Site
-from trace_store.recovery import set_aside
+from trace_store.recovery import keep_copy, set_aside
 from trace_store.seal import ControlRow
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.schema import SegmentHeader
@@ -45,6 +45,9 @@ class Objects(Protocol):
 
     def source(self, partition: Partition, segment: Segment) -> Source:
         """A segment of the object store, opened. Wants the lock held; makes no request."""
+
+    def evict(self, segment: Segment) -> int:
+        """Serve an uploaded segment from the store only; bytes of the local file, which is removed soon."""
 
     def keys(self, partition: Partition) -> list[str]:
         """Objects of a partition and of its segments on their way there. Wants the lock held; makes no request."""
@@ -198,6 +201,26 @@ class Volume:
         if self.objects is None:
             raise StorageFailed(f"the segment is in an object store, segment={segment.path.name}")
         return self.objects.source(partition, segment)
+
+    def spare(self, partition: Partition, number: int) -> OpenSegment | None:
+        """The uploaded copy of a local segment, if there is one. Wants the lock held; makes no request."""
+        segment = partition.segments[number]
+        if self.objects is None or not (segment.local and segment.uploaded):
+            return None
+        header = SegmentHeader(partition.run.name, partition.name, partition.run.sites, self.server, 0)
+        return OpenSegment(self.objects.source(partition, segment), segment.path.name, header, segment.index)
+
+    def distrust(self, partition: Partition, number: int) -> None:
+        """A local segment gave damaged rows and its uploaded copy stood in: serve that one from now on."""
+        with self.lock:
+            segment = partition.segments.get(number)
+            if segment is None or self.objects is None or not (segment.local and segment.uploaded):
+                return
+            try:
+                keep_copy(segment.path, self.root, "rows do not match their checksums; the uploaded copy is used")
+            except OSError as error:
+                log.error("a damaged segment cannot be kept, segment=%s cause=%s", segment.path.name, error.strerror)
+            self.objects.evict(segment)
 
     def segment_names(self, run_directory: str, partition_directory: str) -> set[str]:
         """File names of the segments that the catalog has of a place. Wants the lock held."""

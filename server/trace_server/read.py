@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trace_store import frame
-from trace_store.engine import Read
 from trace_store.errors import InvalidRequest
 from trace_store.gather import Places, select
 from trace_store.limits import FRAME_BYTES, FRAME_BYTES_MAX
 from trace_store.planner import Missing, ReadPlan
+from trace_store.read import Read
 from trace_store.record import Site, TokenSpan
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 

@@ -20,8 +20,9 @@ from trace_server.futures import wait_for
 from trace_server.metrics import Metrics
 from trace_server.status import abort
 from trace_store import wire
-from trace_store.engine import Engine, Read
+from trace_store.engine import Engine
 from trace_store.errors import DeadlineExceeded, InvalidRequest, StorageFailed, TraceStoreError, Unavailable
+from trace_store.read import Read
 from trace_store.record import check_name
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 from trace_store.version import VERSION

@@ -28,6 +28,8 @@ def storage_counters(usage: Usage) -> list[Metric]:
     plain = (
         ("uploaded_segments", "Segments uploaded", tier.uploaded),
         ("uploaded_bytes", "Bytes of segments uploaded", tier.uploaded_bytes),
+        ("cached_segments", "Segments fetched from the object store to the local disk", tier.cached),
+        ("cached_bytes", "Bytes of segments fetched to the local disk", tier.cached_bytes),
         ("evicted_segments", "Uploaded segments whose local copy was removed", tier.evicted),
         ("evicted_bytes", "Bytes of local copies removed", tier.evicted_bytes),
         ("vanished_segments", "Uploaded segments that another server released", tier.vanished),

@@ -166,6 +166,27 @@ def test_a_sync_that_fails_while_others_write_fails_them_too(store: Any, disk: D
         assert store.check("a", 0, 4, partition=f"step-{number}") == []
 
 
+def test_a_duplicate_is_not_called_synced_when_the_sync_of_its_original_fails_meanwhile(
+    store: Any, disk: Disk
+) -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        assert gate.wait(30)
+
+    disk.fail, disk.before = {"fdatasync": errno.EIO}, {"fdatasync": hold}
+    original = store.engine.append("run", "step-1", store.chunk("t", 0, 4), "synced")
+    assert entered.wait(30)
+    duplicate = store.engine.append("run", "step-1", store.chunk("t", 0, 4), "synced")
+    assert store.append("t", 0, 4, durability="written").duplicates == 4  # the writer has seen both
+    gate.set()
+    assert isinstance(original.exception(30), StorageFailed)
+    assert isinstance(duplicate.exception(30), StorageFailed)
+    disk.fail = {}
+    assert store.append("t", 0, 4).duplicates == 4
+
+
 def test_a_failed_seal_is_not_visible_and_its_repetition_is(store: Any, disk: Disk) -> None:
     store.append("t", 0, 9)
     disk.fail = {"fdatasync": errno.EIO}

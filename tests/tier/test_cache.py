@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from tests.tier.conftest import RUN, Sidecar, eventually
 from tests.tier.test_reading import segment_keys
 from tests.tier.test_upload import refuse_all
 from trace_store import TokenSpan
-from trace_store.errors import StorageFull
+from trace_store.errors import StorageFailed, StorageFull
+from trace_store.gather import Places
 from trace_store.retention import DISK_BYTES_MIN, Limits
 from trace_store.storage.s3 import ObjectStore
 
@@ -24,6 +26,10 @@ TOKENS = 5000
 
 def local_bytes(sidecar: Sidecar) -> int:
     return sum(path.stat().st_size for path in sidecar.root.glob("runs/*/*/*.arrow"))
+
+
+def away(*arguments: object, **more: object) -> None:
+    raise StorageFailed("away, says the test")
 
 
 def accepts(sidecar: Sidecar, number: int) -> bool:
@@ -61,6 +67,37 @@ def test_uploaded_segments_are_evicted_least_recently_read_first(sidecar: Make) 
     assert again.tier.status().uploaded == 0
 
 
+def test_what_is_read_again_and_again_is_fetched_to_the_disk(sidecar: Make) -> None:
+    first = sidecar("a")
+    first.write("t", 400)
+    first.upload()
+    whole = first.read("t", 400)
+    second = sidecar("b", Limits(**FREE))
+    for _ in range(3):
+        assert second.read("t", 400) == whole
+    eventually(lambda: second.tier.status().cached == 1, "caching")
+    status = second.engine.usage()
+    assert status.disk_bytes == status.tier.cached_bytes == local_bytes(second)
+    assert status.tier.remote_segments == 0
+    assert second.read("t", 400) == whole
+    second.engine.close()
+    again = sidecar("b", Limits(**FREE))  # it is a local copy like any other
+    assert again.read("t", 400) == whole
+    assert again.tier.status().uploaded == 0
+
+
+def test_nothing_is_cached_without_room(sidecar: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = sidecar("a")
+    first.write("t", 400)
+    first.upload()
+    second = sidecar("b")
+    monkeypatch.setattr("trace_store.gate.DiskGate._free", lambda gate: (0, 1 << 40))
+    for _ in range(4):
+        assert second.reasons("t", 400) == set()
+    second.engine.close()
+    assert local_bytes(second) == 0
+
+
 def test_a_reader_keeps_what_it_reads_while_it_is_evicted(sidecar: Make) -> None:
     first = sidecar("a")
     first.write("t")
@@ -90,6 +127,79 @@ def test_what_is_not_uploaded_is_never_evicted_and_the_cap_refuses_writes(
         assert first.reasons("t0", TOKENS, "step-0") == set()
     eventually(lambda: accepts(first, 20), "room after the upload")
     assert first.reasons("t0", TOKENS, "step-0") == set()
+
+
+def test_rows_that_the_disk_damaged_come_from_the_bucket(sidecar: Make) -> None:
+    first = sidecar("a")
+    first.write("t")
+    first.upload()
+    whole = first.read("t")
+    (segment,) = first.engine.snapshot_runs()[0].partitions["step-1"].segments.values()
+    content = bytearray(segment.path.read_bytes())
+    for row in segment.index.rows[:2]:
+        content[int(row["codes_offset"])] ^= 1
+    segment.path.chmod(0o640)
+    with open(segment.path, "r+b") as file:
+        file.write(content)
+    assert first.read("t") == whole
+    assert not segment.local  # and from now on without asking the disk
+    assert first.read("t") == whole
+    assert len(list((first.root / "set-aside").iterdir())) == 1
+
+
+def gathered(sidecar: Sidecar) -> tuple[bytes, list[int]]:
+    """Trajectory ``t`` read into one buffer, pieces one after another, and the pieces that were not delivered."""
+    with sidecar.engine.read(RUN, "step-1", [TokenSpan("t", 0, 40)], [0, 1, 2]) as read:
+        pieces = read.pieces()
+        sites = [sidecar.engine.sites(RUN)[site] for site in pieces.site.tolist()]
+        sizes = [
+            [rows * site.code_bytes for site, rows in zip(sites, pieces.rows.tolist(), strict=True)],
+            [rows * site.scale_bytes for site, rows in zip(sites, pieces.rows.tolist(), strict=True)],
+            [4 * rows for rows in pieces.rows.tolist()],
+        ]
+        offsets = np.cumsum([0, *sizes[0], *sizes[1], *sizes[2]])
+        target = bytearray(int(offsets[-1]))
+        places = Places(*(part.astype(np.int64) for part in np.split(offsets[:-1], 3)))
+        undelivered = read.gather(pieces, memoryview(target), places)
+        return bytes(target), undelivered
+
+
+def test_damaged_rows_are_gathered_from_the_bucket_too(sidecar: Make) -> None:
+    first = sidecar("a")
+    first.write("t")
+    first.upload()
+    whole = gathered(first)
+    assert whole[1] == []
+    (segment,) = first.engine.snapshot_runs()[0].partitions["step-1"].segments.values()
+    content = bytearray(segment.path.read_bytes())
+    content[int(segment.index.rows[3]["codes_offset"])] ^= 1
+    segment.path.chmod(0o640)
+    with open(segment.path, "r+b") as file:
+        file.write(content)
+    assert gathered(first) == whole
+    assert gathered(first) == whole  # from the bucket alone
+    assert not segment.local
+
+
+def test_rows_that_the_disk_damaged_are_missing_while_the_bucket_is_away(
+    sidecar: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = sidecar("a")
+    first.write("t")
+    first.upload()
+    whole = first.read("t")
+    (segment,) = first.engine.snapshot_runs()[0].partitions["step-1"].segments.values()
+    content = bytearray(segment.path.read_bytes())
+    content[int(segment.index.rows[0]["codes_offset"])] ^= 1
+    segment.path.chmod(0o640)
+    segment.path.write_bytes(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "read_ranges", away)
+        slices, reasons = first.read("t")
+        assert reasons == {"STORAGE_FAILED"}
+        assert len(slices) == len(whole[0]) - 1  # the good rows of the local copy are still served
+        assert segment.local
+    assert first.read("t") == whole
 
 
 def test_a_segment_that_the_disk_damaged_is_taken_from_the_bucket_at_start(sidecar: Make) -> None:

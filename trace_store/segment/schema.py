@@ -6,6 +6,7 @@ release, the index) use the same columns, so that a stock Arrow reader opens eve
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -120,5 +121,7 @@ def sites_json(sites: Sequence[Site]) -> str:
     return json.dumps([asdict(site) for site in sites], separators=(",", ":"))
 
 
+@functools.lru_cache(maxsize=64)
 def sites_from_json(text: str) -> tuple[Site, ...]:
+    """The site table of a segment. Cached: ten thousand segments of a run say the same."""
     return check_site_table([Site(**entry) for entry in json.loads(text)])

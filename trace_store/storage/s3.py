@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -195,21 +195,32 @@ class ObjectSource:
     shape = OBJECT_SHAPE
     descriptor = -1
 
-    def __init__(self, store: ObjectStore, key: str, name: str, size: int) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: str,
+        name: str,
+        size: int,
+        on_read: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """``on_read`` hears the bytes of every read that succeeded."""
         self.name = name
-        self._store, self._key, self._size = store, key, size
+        self._store, self._key, self._size, self._on_read = store, key, size, on_read
 
     def size(self) -> int:
         return self._size
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         buffer[:] = self._whole(self._store.read(self._key, offset, offset + buffer.nbytes), buffer.nbytes, offset)
+        self._on_read(buffer.nbytes)
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[memoryview]:
         if not ranges:
             return []
         parts = self._store.read_ranges(self._key, ranges)
-        return [self._whole(part, stop - start, start) for part, (start, stop) in zip(parts, ranges, strict=True)]
+        whole = [self._whole(part, stop - start, start) for part, (start, stop) in zip(parts, ranges, strict=True)]
+        self._on_read(sum(part.nbytes for part in whole))
+        return whole
 
     def close(self) -> None:
         pass

@@ -1,9 +1,11 @@
 """The object tier of one server: uploads what it seals, shows what the bucket holds, follows what others release.
 
-local segment, not uploaded     queued for upload, in order within its partition
-local segment, uploaded         served from the disk; may be evicted
-segment of the bucket only      served by ranged reads; its index is loaded at the first read of its partition
-uploaded and vanished           released by another server: asked for by name, then dropped here too
+    local segment, not uploaded     queued for upload, in order within its partition
+    local segment, uploaded         served from the disk; may be evicted
+    segment of the bucket only      served by ranged reads, fetched once they add up to its size
+    uploaded and vanished           released by another server: asked for by name, then dropped here too
+
+The index of a remote segment is loaded at the first read of its partition.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from trace_store.segment.schema import SEALED_SUFFIX
 from trace_store.storage.s3 import CredentialsRefused, ObjectSource, ObjectStore
 from trace_store.storage.selfcheck import Capabilities, check_backend
 from trace_store.tier.bucket import BucketView
+from trace_store.tier.cache import LocalCache
 from trace_store.tier.follower import Follower
 from trace_store.tier.layout import Place, object_key, partition_place, place_of
 from trace_store.tier.loading import Loader
@@ -62,6 +65,8 @@ class TierStatus:
     stuck: int = 0
     error: str = ""
     remote_segments: int = 0
+    cached: int = 0
+    cached_bytes: int = 0
     evicted: int = 0
     evicted_bytes: int = 0
     vanished: int = 0
@@ -91,6 +96,7 @@ class ObjectTier:
         self.view = BucketView(store, clock)
         self.view.refresh()
         self.loader = Loader(volume, self.view)
+        self.cache = LocalCache(volume, store)
         self._uploader = Uploader(store, self.capabilities.create_once, clock)
         self._releases = Releases(volume, store, self.view, self._uploader)
         self._follower = Follower(volume, self.view, self.loader, identity)
@@ -119,6 +125,7 @@ class ObjectTier:
             log.warning("stopped with segments not uploaded, count=%d", self._uploader.counts().waiting)
         self._uploader.close()
         self.loader.close()
+        self.cache.close()
 
     def status(self) -> TierStatus:
         """State now."""
@@ -138,6 +145,8 @@ class ObjectTier:
             stuck=counts.stuck,
             error=counts.last_error or self._unreachable,
             remote_segments=remote,
+            cached=self.cache.fetched,
+            cached_bytes=self.cache.fetched_bytes,
             evicted=self._evicted,
             evicted_bytes=self._evicted_bytes,
             vanished=self._follower.vanished,
@@ -146,8 +155,7 @@ class ObjectTier:
     # -- what the volume asks (trace_store.volume.Objects)
 
     def source(self, partition: Partition, segment: Segment) -> ObjectSource:
-        key = object_key(partition_place(partition), segment.path.name)
-        return ObjectSource(self._store, key, segment.path.name, segment.object_bytes or segment.disk_bytes)
+        return self.cache.source(partition, segment)
 
     def keys(self, partition: Partition) -> list[str]:
         place = partition_place(partition)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -57,6 +58,9 @@ def prepare_output(output: Path) -> Path:
 
 def _run(output: Path, console: Console, as_json: bool) -> int:
     console.print("[bold]trace-store demo[/]: train, roll out, record, guide; about two minutes on 2 cores")
+    # Read when OpenMP is loaded, that is with torch. Threads that spin while they wait cost a factor 4 to 17 in the
+    # decode on two cores that other processes used too, and nothing was lost without them on idle ones.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from trace_client.demo.loop import DemoSettings, run_demo
         from trace_client.demo.report import render

@@ -41,7 +41,7 @@ class Schedule:
         warmup: steps until the peak; the second half of training lowers the rates linearly to 0.
     """
 
-    steps: int = 100
+    steps: int = 80
     seconds_max: float = 52.0
     batch: int = 16
     length: int = 128

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning threads and parallel test runs do not mix
+
 import torch
 
 from trace_client.demo.model import ModelSize, build_model
