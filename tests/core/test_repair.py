@@ -262,6 +262,19 @@ def test_a_registration_that_fails_can_be_repeated(store: Any, disk: Disk) -> No
     assert store.engine.sites("second") == store.engine.sites("run")
 
 
+def test_a_release_that_is_not_durable_is_refused_until_it_is(store: Any, disk: Disk) -> None:
+    store.append("t", 0, 4)
+    disk.fail = {"fsync": errno.EIO}
+    for _ in range(2):
+        with pytest.raises(StorageFailed):
+            store.engine.release("run", "step-1").result(30)
+        assert store.check("t", 0, 4, include_open=True) != []
+    disk.fail = {}
+    assert store.engine.release("run", "step-1").result(30) == 0
+    store.append("t", 0, 4, seed=1)
+    assert store.check("t", 0, 4, seed=1, include_open=True) == []
+
+
 def test_a_partition_released_while_its_sync_fails_leaves_the_others_working(store: Any, disk: Disk) -> None:
     store.append("t", 0, 4)
     disk.fail = {"fdatasync": errno.EIO}
