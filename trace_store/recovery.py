@@ -132,7 +132,11 @@ def copy_rows(path: Path, scan: Scan) -> SegmentWriter:
     Raises:
         StorageFailed, StorageFull: the source stands as it was.
     """
-    (path.parent / (path.stem + RECOVERING_SUFFIX)).unlink(missing_ok=True)
+    left_over = path.with_suffix(RECOVERING_SUFFIX)
+    try:
+        left_over.unlink(missing_ok=True)  # of an attempt that failed and could not even remove it
+    except OSError as error:
+        raise storage_error(error, left_over) from error
     writer = SegmentWriter(path.parent, path.stem, scan.header, RECOVERING_SUFFIX)
     try:
         for batch in scan.batches:

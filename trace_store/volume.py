@@ -288,7 +288,8 @@ class Volume:
                 raise storage_error(error, partition.directory) from error
             partition.run.forget(partition.name)
         try:
-            if written:
+            # Also when nothing was written: this may repeat a release whose rename could not be made durable.
+            if partition.run.directory.exists():
                 sync_directory(partition.run.directory)
         except OSError as error:
             raise storage_error(error, partition.directory) from error

@@ -73,15 +73,23 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
         default=os.environ.get("TRACE_STORE_TARGET", DEFAULT_TARGET),
         help="host:port or unix:/path of the server (TRACE_STORE_TARGET)",
     )
-    parser.add_argument("--token-file", type=Path, help="file with the token")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        default=os.environ.get("TRACE_STORE_TOKEN_FILE"),
+        help="file with the token (TRACE_STORE_TOKEN_FILE)",
+    )
     parser.add_argument("--tls-ca", type=Path, help="PEM file of the authority that signed the server's certificate")
+    parser.add_argument("--tls-certificate", type=Path, help="PEM certificate of this client, for mutual TLS")
+    parser.add_argument("--tls-key", type=Path, help="PEM private key of this client")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
 def _connect(arguments: argparse.Namespace) -> Client:
     token = arguments.token_file.read_text().strip() if arguments.token_file else None
-    tls = Tls(ca=arguments.tls_ca) if arguments.tls_ca else None
+    files = (arguments.tls_ca, arguments.tls_certificate, arguments.tls_key)
+    tls = Tls(*files) if any(files) else None
     return connect(arguments.target, tls=tls, token=token)
 
 

@@ -164,12 +164,12 @@ def _array(value: Any) -> npt.NDArray[Any]:
     return np.asarray(value.detach().numpy() if isinstance(value, torch.Tensor) else value)
 
 
-@dataclass
+@dataclass(frozen=True)
 class SiteReport:
     """Rows that a context rounded at one site. A row rounded twice (recompute) counts twice."""
 
-    guided: int = 0
-    native: int = 0
+    guided: int
+    native: int
 
 
 class GuidanceContext:
@@ -198,7 +198,8 @@ class GuidanceContext:
         self._rule = rule
         self._native_tensor_scale = dict(native_tensor_scale or {})
         self._hooks: list[Any] = []
-        self._report: dict[Site, SiteReport] = {}
+        self._rows: dict[Site, int] = {}
+        self._guided: dict[Site, Any] = {}
 
     def round(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         """x [..., W] rounded with the microbatch's records of ``site``; natively if the microbatch has none of it."""
@@ -207,14 +208,12 @@ class GuidanceContext:
         if x.shape[-1] != site.width:
             raise InvalidRequest(f"x must be {site.width} wide, site={site.name} shape={list(x.shape)}", argument="x")
         rows = x.numel() // site.width
-        count = self._report.setdefault(site, SiteReport())
         batch, native = self._batch, self._native_tensor_scale.get(site)
+        self._rows[site] = self._rows.get(site, 0) + rows
         if site not in batch.planes:
-            count.native += rows
             return self._round_natively(site, x, native)
-        guided = int(batch.valid[site].sum())
-        count.guided += guided
-        count.native += rows - guided
+        # Summed where the mask is and read in report(): a number here would wait for the device at every site.
+        self._guided[site] = self._guided.get(site, 0) + batch.valid[site].sum()
         return guided_fake_quant(
             x, batch.planes[site], batch.scales[site], batch.tensor_scales[site], batch.valid[site],
             format=site.format, bits=site.code_form.bits, rule=self._rule, native_tensor_scale=native,
@@ -240,8 +239,9 @@ class GuidanceContext:
             self._hooks.pop().remove()
 
     def report(self) -> dict[Site, SiteReport]:
-        """Rows rounded with a record and without one, by site, in the order of first use."""
-        return dict(self._report)
+        """Rows rounded with a record and without one, by site, in the order of first use. Waits for a CUDA device."""
+        guided = {site: int(self._guided.get(site, 0)) for site in self._rows}
+        return {site: SiteReport(guided[site], rows - guided[site]) for site, rows in self._rows.items()}
 
     def __enter__(self) -> GuidanceContext:
         return self

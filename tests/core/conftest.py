@@ -14,6 +14,7 @@ from trace_store.chunk import Chunk
 from trace_store.engine import Engine
 from trace_store.planner import Missing, MissingReason
 from trace_store.record import Receipt
+from trace_store.testing.reads import read_gathered, read_slices
 from trace_store.testing.records import make_chunk, make_rows
 
 TABLE = (
@@ -53,22 +54,23 @@ class Store:
     def read(
         self, trajectory: str, start: int, stop: int, sites: Sequence[int] = SITES, **more: Any
     ) -> tuple[dict[int, Any], list[Missing]]:
-        """Rows by site as (token positions, codes, scales, tensor scales), and what is missing."""
+        """Rows by site as (token positions, codes, scales, tensor scales), and what is missing; read in both ways."""
         partition = more.pop("partition", PARTITION)
-        found: dict[int, list[Any]] = {}
-        with self.engine.read(RUN, partition, [TokenSpan(trajectory, start, stop)], list(sites), **more) as read:
-            for piece in read:
-                site = TABLE[piece.site]
-                found.setdefault(piece.site, []).append(
-                    (
-                        np.arange(piece.rows) + piece.dest_row + start,
-                        np.frombuffer(piece.codes, np.uint8).reshape(piece.rows, site.code_bytes),
-                        np.frombuffer(piece.scales, np.uint8).reshape(piece.rows, site.scale_bytes),
-                        np.frombuffer(piece.tensor_scales, "<f4"),
-                    )
-                )
-            missing = list(read.missing)
-        return {site: tuple(map(np.concatenate, zip(*parts, strict=True))) for site, parts in found.items()}, missing
+        span = TokenSpan(trajectory, start, stop)
+        rows, missing = read_slices(self.engine, RUN, partition, span, list(sites), **more)
+        again, also_missing = read_gathered(self.engine, RUN, partition, span, list(sites), **more)
+        if not more.get("include_open"):  # an open trajectory may have grown in between
+            assert again == rows
+            assert set(also_missing) == set(missing)
+        found: dict[int, Any] = {}
+        for number in {site for site, _ in rows}:
+            mine = sorted((token, *parts) for (site, token), parts in rows.items() if site == number)
+            found[number] = (
+                np.array([row[0] for row in mine]),
+                *(np.array([np.frombuffer(row[column], np.uint8) for row in mine]) for column in (1, 2)),
+                np.array([row[3] for row in mine], np.float32),
+            )
+        return found, missing
 
     def check(
         self, trajectory: str, start: int, stop: int, *, attempt: int = 0, seed: int = 0, **more: Any

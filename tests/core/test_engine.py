@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -123,6 +124,39 @@ def test_a_sealed_attempt_takes_duplicates_and_nothing_new(store: Any) -> None:
 
 
 # -- idempotence and conflicts
+
+
+def test_fr10_rows_that_a_prefix_hit_did_not_record_are_missing_and_never_zeros(store: Any) -> None:
+    store.append("first", 0, 40)
+    store.seal("first", 41, prompt_tokens=30)
+    store.append("second", 24, 40)  # the engine computed nothing before its cached prefix ended
+    with pytest.raises(Incomplete, match=r"0/k \[0, 24\)"):
+        store.seal("second", 41, prompt_tokens=30)
+    store.seal("second", 41, prompt_tokens=30, allow_holes=True)
+    missing = store.check("second", 0, 40)
+    assert {(gap.start, gap.stop, gap.reason) for gap in missing} == {(0, 24, MissingReason.NOT_RECORDED)}
+
+
+def test_fr11_rows_of_one_request_never_appear_under_another(store: Any) -> None:
+    store.append("a", 0, 8)
+    store.append("b", 4, 8)
+    store.seal("a", 9)
+    store.seal("b", 9, allow_holes=True)
+    assert {(gap.start, gap.stop) for gap in store.check("b", 0, 8)} == {(0, 4)}
+    # Rows of a sent under the name of b do not match their checksum.
+    stolen = store.chunk("a", 0, 4)
+    group = dataclasses.replace(stolen.groups[0], trajectory="b")
+    with pytest.raises(DataLoss):
+        store.engine.append("run", "step-1", dataclasses.replace(stolen, groups=(group,))).result(30)
+
+
+def test_fr12_a_batch_of_two_ranks_keeps_each_row_under_its_trajectory(store: Any) -> None:
+    both = join_chunks([store.chunk("rank0", 0, 3), store.chunk("rank1", 0, 5), store.chunk("one", 0, 1)])
+    store.engine.append("run", "step-1", both, "synced").result(30)
+    for name, tokens in (("rank0", 3), ("rank1", 5), ("one", 1)):
+        store.seal(name, tokens + 1)
+        gaps = store.check(name, 0, 8)
+        assert {(gap.start, gap.stop) for gap in gaps} == {(tokens, 8)}
 
 
 def test_fr13_an_overlap_after_a_resume_is_stored_once(store: Any) -> None:

@@ -194,6 +194,22 @@ def test_a_sealed_segment_cut_short_is_kept_aside_and_its_loss_is_seen(store: An
     assert store.check("t", 0, 9, attempt=1) == []
 
 
+def test_a_sealed_segment_that_lost_its_end_keeps_the_rest_and_says_what_is_lost(store: Any) -> None:
+    store.append("t", 0, 9)
+    store.seal("t", 10)
+    end = store.segments(".open")[0].stat().st_size
+    store.append("u", 0, 9)
+    store.seal("u", 10)
+    store.engine.close()
+    path = store.segments()[0]
+    os.truncate(path, end + 100)
+    store.reopen()
+    assert len(set_aside(store.root)) == 1
+    assert (store.root / "set-aside" / set_aside(store.root)[0]).stat().st_size == end + 100
+    assert store.check("t", 0, 9) == []
+    assert store.reasons("u", 0, 9) == {MissingReason.UNKNOWN_TRAJECTORY}
+
+
 def test_foreign_files_are_set_aside_and_never_deleted(store: Any) -> None:
     store.append("t", 0, 9)
     store.seal("t", 10)

@@ -166,9 +166,7 @@ def test_a_sync_that_fails_while_others_write_fails_them_too(store: Any, disk: D
         assert store.check("a", 0, 4, partition=f"step-{number}") == []
 
 
-def test_a_duplicate_is_not_called_synced_when_the_sync_of_its_original_fails_meanwhile(
-    store: Any, disk: Disk
-) -> None:
+def test_a_duplicate_is_not_called_synced_when_the_sync_of_its_original_fails_meanwhile(store: Any, disk: Disk) -> None:
     gate, entered = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -196,6 +194,21 @@ def test_a_failed_seal_is_not_visible_and_its_repetition_is(store: Any, disk: Di
     disk.fail = {}
     store.seal("t", 10)
     assert store.check("t", 0, 9) == []
+
+
+def test_a_copy_that_fails_and_cannot_be_removed_is_made_again(store: Any, disk: Disk) -> None:
+    disk.fail = {"fdatasync": errno.EIO}
+    with pytest.raises(StorageFailed):
+        store.append("t", 0, 4)
+    # The copy meets the same disk, and its removal fails too.
+    disk.before = {"fdatasync": lambda: disk.fail.update(unlink=errno.EIO)}
+    for _ in range(3):
+        with pytest.raises(StorageFailed, match="input/output error"):
+            store.append("t", 0, 4)
+    assert len(store.segments(".recovering")) == 1
+    disk.fail = {}
+    assert store.append("t", 0, 4).duplicates == 4
+    assert store.segments(".recovering") == []
 
 
 @pytest.mark.parametrize("call", ["writev", "fdatasync", "rename", "fsync"])
@@ -247,6 +260,19 @@ def test_a_registration_that_fails_can_be_repeated(store: Any, disk: Disk) -> No
     assert store.engine.register("second", store.engine.sites("run")) is True
     store.reopen()
     assert store.engine.sites("second") == store.engine.sites("run")
+
+
+def test_a_release_that_is_not_durable_is_refused_until_it_is(store: Any, disk: Disk) -> None:
+    store.append("t", 0, 4)
+    disk.fail = {"fsync": errno.EIO}
+    for _ in range(2):
+        with pytest.raises(StorageFailed):
+            store.engine.release("run", "step-1").result(30)
+        assert store.check("t", 0, 4, include_open=True) != []
+    disk.fail = {}
+    assert store.engine.release("run", "step-1").result(30) == 0
+    store.append("t", 0, 4, seed=1)
+    assert store.check("t", 0, 4, seed=1, include_open=True) == []
 
 
 def test_a_partition_released_while_its_sync_fails_leaves_the_others_working(store: Any, disk: Disk) -> None:

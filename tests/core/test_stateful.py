@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -24,6 +23,7 @@ from trace_store.engine import Engine
 from trace_store.errors import Conflict, Incomplete, InvalidRequest, Sealed, StaleAttempt, TraceStoreError
 from trace_store.naming import directory_name
 from trace_store.planner import MissingReason
+from trace_store.testing.reads import read_gathered, read_slices
 from trace_store.testing.records import make_chunk, make_rows
 
 TABLE = (Site(0, "k", 16), Site(0, "moe_in", 16, form="full"), Site(1, "moe_in", 32, block=32, scale="e8m0"))
@@ -116,17 +116,10 @@ def check_engine(engine: Engine, partition: str, model: ModelPartition) -> None:
     for name in TRAJECTORIES:
         for include_open in (False, True):
             expected = model.expect(name, include_open)
-            got: dict[tuple[int, int], bytes] = {}
-            with engine.read(
-                "run", partition, [TokenSpan(name, 0, TOKENS + 2)], range(3), include_open=include_open
-            ) as read:
-                for piece in read:
-                    for n in range(piece.rows):
-                        key = (piece.site, piece.dest_row + n)
-                        assert key not in got
-                        size = TABLE[piece.site].code_bytes
-                        got[key] = bytes(piece.codes[n * size : (n + 1) * size])
-                missing = {(g.site, t): g.reason for g in read.missing for t in range(g.start, g.stop)}
+            span = TokenSpan(name, 0, TOKENS + 2)
+            got, gaps = read_slices(engine, "run", partition, span, range(3), include_open=include_open)
+            assert (got, gaps) == read_gathered(engine, "run", partition, span, range(3), include_open=include_open)
+            missing = {(gap.site, token): gap.reason for gap in gaps for token in range(gap.start, gap.stop)}
             everything = {(site, token) for site in range(3) for token in range(TOKENS + 2)}
             assert len(missing) + len(got) == len(everything)
             if isinstance(expected, MissingReason):
@@ -137,9 +130,9 @@ def check_engine(engine: Engine, partition: str, model: ModelPartition) -> None:
             number, rows = expected
             assert set(got) == set(rows)
             assert set(missing.values()) <= {MissingReason.NOT_RECORDED}
-            for (site, token), codes in got.items():
-                wanted = make_rows(TABLE[site], site, name, number, token, token + 1, seed=rows[(site, token)])[0]
-                np.testing.assert_array_equal(np.frombuffer(codes, np.uint8), wanted[0])
+            for (site, token), parts in got.items():
+                wanted = make_rows(TABLE[site], site, name, number, token, token + 1, seed=rows[(site, token)])
+                assert parts == (wanted[0].tobytes(), wanted[1].tobytes(), float(wanted[2][0]))
 
 
 class EngineMachine(RuleBasedStateMachine):

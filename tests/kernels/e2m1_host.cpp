@@ -8,22 +8,44 @@
 namespace {
 float decode(uint32_t byte, int e8m0) { return e8m0 ? e2m1::decode_e8m0(byte) : e2m1::decode_e4m3(byte); }
 
-// What a kernel does with one element: the short form where the block is ordinary, else the long one.
-float as_kernel(float x, float s, float inv, uint32_t record, int bits, int band) {
-  if (e2m1::ordinary(s) && e2m1::finite(x)) return e2m1::round_ordinary(x, s, inv, record, bits, band);
-  return e2m1::round_any(x, s, record, bits, band);
+template <int BITS, int RULE>
+const float* table() {
+  static constexpr e2m1::Table<BITS, RULE> built;
+  return built.magnitude;
+}
+
+const float* table_of(int bits, int rule) {
+  static const float* const tables[5][3] = {
+      {nullptr, nullptr, nullptr},
+      {table<1, 0>(), table<1, 1>(), table<1, 2>()},
+      {table<2, 0>(), table<2, 1>(), table<2, 2>()},
+      {table<3, 0>(), table<3, 1>(), table<3, 2>()},
+      {table<4, 0>(), table<4, 0>(), table<4, 0>()},
+  };
+  return tables[bits][rule];
+}
+
+// The short form, as the kernels write it out.
+float round_ordinary(float x, float s, float inv, uint32_t record, int bits, const float* t) {
+  float z = e2m1::normalized(x, inv);
+  if (bits == 0) return e2m1::scaled(e2m1::nearest_magnitude(e2m1::magnitude(z)), s, z);
+  uint32_t entry = e2m1::record_for(record, z, bits) * e2m1::STRIDE + e2m1::place_offset(e2m1::capped(z)) / 4;
+  return e2m1::scaled(t[entry], s, z);
 }
 }  // namespace
 
 extern "C" {
 // y[i] for one scale byte, tensor scale and record, over n values of x. kernel = 0: the long form throughout.
 void round_values(const float* x, int64_t n, uint32_t byte, int e8m0, float tensor_scale, uint32_t record, int bits,
-                  int cell, int kernel, float* y) {
-  float s = e2m1::total_scale(decode(byte, e8m0), tensor_scale);
+                  int rule, int kernel, float* y) {
+  float s = e2m1::multiply(decode(byte, e8m0), tensor_scale);
   float inv = e2m1::reciprocal(s);
-  int band = cell ? e2m1::BAND_CELL : e2m1::BAND_PAPER;
-  for (int64_t i = 0; i < n; i++)
-    y[i] = kernel ? as_kernel(x[i], s, inv, record, bits, band) : e2m1::round_any(x[i], s, record, bits, band);
+  const float* t = table_of(bits, rule);
+  for (int64_t i = 0; i < n; i++) {
+    bool brief = kernel && e2m1::ordinary(s) && e2m1::finite(x[i]);
+    y[i] = brief ? round_ordinary(x[i], s, inv, record, bits, t)
+                 : e2m1::round_any(x[i], s, e2m1::record_for(record, e2m1::multiply(x[i], inv), bits), bits, t);
+  }
 }
 
 void decode_bytes(int e8m0, float* out) {
@@ -40,7 +62,7 @@ void quantize_block(const float* x, int n, int e8m0, float amax, float decode_sc
   for (int i = 0; i < n; i++) block_amax = std::fmax(block_amax, std::fabs(x[i]));
   float encode = decode_scale > 0.0f ? e2m1::encode_scale_of(decode_scale) : e2m1::encode_scale(amax);
   *scale = (uint8_t)(e8m0 ? e2m1::block_scale_e8m0(block_amax, &multiplier)
-                          : e2m1::block_scale_e4m3(block_amax, encode, &multiplier));
+                          : e2m1::block_scale_e4m3(block_amax, e2m1::encoding_of(encode), &multiplier));
   for (int i = 0; i < n; i++) codes[i] = (uint8_t)e2m1::quantize_code(x[i], multiplier);
 }
 }

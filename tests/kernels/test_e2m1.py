@@ -65,8 +65,8 @@ def from_core(
     core: ctypes.CDLL, x: npt.NDArray[np.float32], byte: int, fmt: str, scale: float, record: int, bits: int, **how: Any
 ) -> npt.NDArray[np.float32]:
     y = np.empty_like(x)
-    cell, kernel = how.get("rule") == "cell", how.get("kernel", True)
-    core.round_values(x, x.size, byte, fmt != "nvfp4", scale, record, bits, cell, kernel, y)
+    rule, kernel = codebook.RULES.index(how.get("rule", "paper")), how.get("kernel", True)
+    core.round_values(x, x.size, byte, fmt != "nvfp4", scale, record, bits, rule, kernel, y)
     return y
 
 
@@ -92,8 +92,8 @@ def from_oracle(
 def assert_same_bits(
     got: npt.NDArray[np.float32], want: npt.NDArray[np.float32], x: npt.NDArray[np.float32], what: tuple[Any, ...]
 ) -> None:
-    """NaN matches NaN. ``what[1]`` is the scale byte: under a negative one, which no producer writes, x = 0 gives a zero
-    of either sign."""
+    """NaN matches NaN. ``what[1]`` is the scale byte: under a negative one, which no producer writes, x = 0 gives a
+    zero of either sign."""
     same = (got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))
     if what[1] & 0x80:
         same |= (x == 0) & (got == 0) & (want == 0)
@@ -111,12 +111,12 @@ def sweep(core: ctypes.CDLL, x: Any, bytes_: list[int], fmt: str, scale: float, 
                 assert_same_bits(got, want[row], x, (fmt, byte, scale, record, bits, rule))
 
 
-@pytest.mark.parametrize("rule", ["paper", "cell"])
+@pytest.mark.parametrize("rule", codebook.RULES)
 def test_every_bfloat16_times_every_e4m3_byte_times_both_bits(core: ctypes.CDLL, rule: str) -> None:
     sweep(core, every_bfloat16(), list(range(256)), "nvfp4", 1.0, 1, rule)
 
 
-@pytest.mark.parametrize("rule", ["paper", "cell"])
+@pytest.mark.parametrize("rule", codebook.RULES)
 def test_two_bit_records(core: ctypes.CDLL, rule: str) -> None:
     sweep(core, every_bfloat16(), list(range(256)), "nvfp4", 1.0, 2, rule)
 
@@ -140,7 +140,7 @@ def test_tensor_scales_from_vanishing_to_overflowing(core: ctypes.CDLL, scale: f
     sweep(core, every_bfloat16(), [0, 1, 0x38, 0x45, 0x7E, 0xC1], "nvfp4", scale, 1, "paper")
 
 
-@pytest.mark.parametrize("rule", ["paper", "cell"])
+@pytest.mark.parametrize("rule", codebook.RULES)
 @pytest.mark.parametrize("bits", [0, 1, 2, 3, 4])
 def test_float32_neighbours_of_every_threshold(core: ctypes.CDLL, bits: int, rule: str) -> None:
     tiny = (1e-45, 1e-40, 1.2e-38, 2.0**-24, 2.0**-23, 2.0**-22)

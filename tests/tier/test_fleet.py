@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,13 @@ import pytest
 
 import trace_client
 from tests.tier.conftest import eventually
+from trace_server.serve import parser
 from trace_store import Site
 from trace_store.errors import Incomplete, InvalidRequest, StaleAttempt, TraceStoreError, Unavailable
 
 PARTITION = "step-1"
+
+README = (Path(__file__).resolve().parents[2] / "deploy" / "README.md").read_text()
 
 
 @pytest.fixture
@@ -192,6 +197,20 @@ def test_metrics_and_status_tell_the_state_of_the_tier(servers: list[Any], fleet
     status = fleet.status()
     assert status["object_store"].startswith("s3://test/")
     assert (status["disk_state"], status["upload_lag_seconds"], status["object_store_error"]) == ("ok", 0.0, "")
+
+
+def test_metrics_and_options_of_the_documentation_exist(servers: list[Any]) -> None:
+    section = README.split("## Object store and retention")[1]
+    with urllib.request.urlopen(f"http://{servers[0].metrics}/metrics") as answer:
+        exported = answer.read().decode()
+    rows = [line for line in section.splitlines() if line.startswith("| `trace_store_")]
+    names = [name for row in rows for name in re.findall(r"`((?:trace)?_[a-z_]+)(?:\{[a-z]+\})?`", row.split("|")[1])]
+    assert len(names) > 15
+    for name in names:
+        full = name if name.startswith("trace_store") else f"trace_store{name}"
+        assert re.search(rf"^{full}[ {{]", exported, re.M), f"{full} is not exported"
+    options = set(re.findall(r"\| `(--[a-z-]+)`", section))
+    assert options == {word for word in parser()._option_string_actions if re.match("--(object|disk|keep)-", word)}
 
 
 @pytest.mark.parametrize(

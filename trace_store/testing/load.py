@@ -24,6 +24,7 @@ from trace_store.engine import Engine
 from trace_store.errors import TraceStoreError
 from trace_store.planner import MissingReason
 from trace_store.record import Site, TokenSpan
+from trace_store.testing.reads import read_gathered, read_slices
 from trace_store.testing.records import make_chunk, make_rows
 
 RUN = "load"
@@ -137,21 +138,20 @@ def check_rows(
 ) -> list[str]:
     """Read tokens [start, stop) of a trajectory at every site: a line for each wrong or (``complete``) missing part."""
     lines = []
-    spans = [TokenSpan(name, start, stop)]
-    try:
-        with engine.read(RUN, partition, spans, range(len(TABLE)), include_open=include_open) as read:
-            for piece in read:
-                first = start + piece.dest_row
-                wanted = make_rows(TABLE[piece.site], piece.site, name, 0, first, first + piece.rows)
-                got = (piece.codes, piece.scales, piece.tensor_scales)
-                if any(bytes(part) != rows.tobytes() for part, rows in zip(got, wanted, strict=True)):
-                    lines.append(f"other bytes: {name} site={piece.site} tokens=[{first}, {first + piece.rows})")
-            if complete:
-                lines.extend(
-                    f"missing: {name} site={g.site} tokens=[{g.start}, {g.stop}) {g.reason.name}" for g in read.missing
-                )
-    except TraceStoreError as error:
-        lines.append(f"read refused: {name} {error!r}")
+    span, sites = TokenSpan(name, start, stop), range(len(TABLE))
+    wanted = [make_rows(site, number, name, 0, start, stop) for number, site in enumerate(TABLE)]
+    for read in (read_slices, read_gathered):
+        try:
+            rows, missing = read(engine, RUN, partition, span, sites, include_open=include_open)
+        except TraceStoreError as error:
+            lines.append(f"read refused: {name} {error!r}")
+            continue
+        for (site, token), (codes, scales, tensor) in rows.items():
+            want_codes, want_scales, want_tensor = (array[token - start] for array in wanted[site])
+            if (codes, scales, tensor) != (want_codes.tobytes(), want_scales.tobytes(), float(want_tensor)):
+                lines.append(f"other bytes: {name} site={site} token={token} {read.__name__}")
+        if complete:
+            lines.extend(f"missing: {name} site={g.site} tokens=[{g.start}, {g.stop}) {g.reason.name}" for g in missing)
     return lines
 
 

@@ -58,17 +58,18 @@ def make_chunk(
 ) -> Chunk:
     """A chunk of one group over tokens [start, stop), one tensor scale a token, checksums included."""
     numbers = tuple(range(len(table))) if sites is None else tuple(sites)
-    codes, scales, tensors, checksums = [], [], [], []
+    columns: tuple[list[bytes], list[bytes], list[bytes]] = ([], [], [])
+    checksums = []
     base = trajectory_seed(run, partition, trajectory)
     for number in numbers:
         rows = make_rows(table[number], number, trajectory, attempt, start, stop, seed=seed)
-        parts = [array.tobytes() for array in rows]
-        checksums.append(record_checksum(base, attempt, policy_version, number, start, stop, *parts))
-        for column, part in zip((codes, scales, tensors), parts, strict=True):
+        codes, scales, tensors = (array.tobytes() for array in rows)
+        checksums.append(record_checksum(base, attempt, policy_version, number, start, stop, codes, scales, tensors))
+        for column, part in zip(columns, (codes, scales, tensors), strict=True):
             column.append(part)
     per_token = (True,) * len(numbers)
     group = RecordGroup(trajectory, attempt, policy_version, start, stop, numbers, per_token, tuple(checksums))
-    return Chunk((group,), *(memoryview(b"".join(column)) for column in (codes, scales, tensors)))
+    return Chunk((group,), *(memoryview(b"".join(column)) for column in columns))
 
 
 def join_chunks(chunks: Sequence[Chunk]) -> Chunk:

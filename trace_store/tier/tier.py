@@ -45,7 +45,7 @@ RELIST_S = 2.0
 START_WAIT_S = 30.0
 """Longest wait for an object store that does not answer at start; then the server gives up and says why."""
 
-CLOSE_UPLOAD_S = 20.0
+CLOSE_UPLOAD_S = 10.0
 """Longest wait at a clean stop for what is not uploaded yet."""
 
 

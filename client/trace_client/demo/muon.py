@@ -1,8 +1,8 @@
 """Muon: momentum whose matrices are orthogonalised before they are applied (Keller Jordan, 2024).
 
-In the 80 steps that 45 seconds on two cores allow it reached 1.85 nats per byte where AdamW had 2.15 after as
-many seconds. Matrices of one shape go through the Newton-Schulz iteration as one batch, which costs about a third of a
-step; three iterations did no worse than five here.
+In 83 steps and 45 seconds on two cores it brought the training loss to 1.85 nats per byte, where AdamW was at 2.15
+after 173 steps and 40 seconds. Matrices of one shape go through the Newton-Schulz iteration as one batch, which costs
+about a third of a step; three iterations did no worse than five here.
 """
 
 from __future__ import annotations

@@ -1,0 +1,215 @@
+"""Guided rounding and rounding to nearest on the GPU.
+
+Bit for bit ``trace_store.codebook.guided_round`` and ``rtn_round``, then one rounding to the type of x; rows
+without a record become ``trace_store.codebook.native_round``. With magnitudes v = (0, .5, 1, 1.5, 2, 3, 4, 6),
+element i of row t:
+
+    s = block scale * tensor scale       z = x * (1 / s)         k = max{ j <= 6 : v_j <= |z| }
+    r = the codeword with the recorded low bits nearest to |z|   (rule ``paper``; ``cell``: by decision cell)
+    y = sign(z) * s * (the end of the bracket (v_k, v_k+1) nearest to r)
+
+Memory bound: bfloat16, one bit, NVFP4 moves 4 + 1/8 + 1/16 bytes an element. ``kernels/README.md`` has the figures.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+from trace_kernels._array import DeviceArray, dense_bytes, device_array, require, row_scales
+from trace_kernels._launch import UNIT, Divisor, blocks_of, flat_units, launch
+from trace_kernels._rows import Rows, record_shape, rows_of, rule_number, valid_rows
+
+SHAPES = {0: (128, 2), 1: (128, 2), 2: (128, 2), 3: (256, 3), 4: (256, 3)}
+"""(threads of a block, units a thread loads before it computes) by code bits, the fastest of 128 to 512 x 1 to 4 on an
+H200. Tables of 4 and 8 KiB want the larger blocks, which copy them less often. Figures: kernels/README.md."""
+
+ROW_THREADS = 128
+HOLD_MAX = {2: 8, 4: 4}
+"""Units of a row that a lane of ``round_each_row`` holds, by bytes of an element: rows up to 2,048 elements of a 16-bit
+type are read once whatever happens to them."""
+
+RESIDENT = {0: 6, 1: 6, 2: 4, 3: 4, 4: 6}
+"""Blocks of ``round_each_row`` that registers leave room for on a multiprocessor, by code bits; one more spills."""
+
+
+class _Rounding(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "y", "planes", "scales", "tensor_scale")),
+        ("units", ctypes.c_uint32),
+        ("units_a_row", Divisor),
+    )
+
+
+class _RowRounding(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "y", "planes", "scales", "tensor_scale")),
+        *((name, ctypes.c_void_p) for name in ("valid", "record_rows", "native_scale")),
+        ("x_stride", ctypes.c_uint64),
+        ("y_stride", ctypes.c_uint64),
+        *((name, ctypes.c_uint32) for name in ("tokens", "units_a_row", "scale_stride", "lanes")),
+    )
+
+
+@dataclass(frozen=True)
+class _Presence:
+    """What tells which rows have a record, and the scale of those that have none."""
+
+    valid: DeviceArray | None = None
+    record_rows: DeviceArray | None = None
+    native_scale: DeviceArray | None = None
+
+
+def guided_round(
+    x: Any,
+    planes: Any,
+    scales: Any,
+    tensor_scale: Any,
+    valid: Any = None,
+    *,
+    out: Any,
+    format: str,
+    bits: int,
+    rule: str = "paper",
+    record_rows: Any = None,
+    native_tensor_scale: Any = None,
+    stream: int | None = None,
+) -> None:
+    """Round x to the bracket end that the rollout recorded, into ``out``.
+
+    Args:
+        x: [T, W] bfloat16, float16 or float32 in device memory; rows contiguous and 16 bytes aligned, any row stride.
+        planes: uint8 [R, bits, W / 8] for bits 1 to 3, whole codes uint8 [R, W / 2] for 4. R = T without record_rows.
+        scales: uint8 [R, W / block], linear order.
+        tensor_scale: float32 decode scale, one or [R].
+        valid: bool or uint8 [T]; rows with 0 have no record. None: all have one.
+        out: like x in shape, type and device; may be x itself.
+        format: ``nvfp4``, ``mxfp4`` or ``mxfp4_block16``.
+        bits: code bits in the record.
+        rule: ``paper``, ``cell`` or ``bracket``; all agree for bits 3 and 4.
+        record_rows: int32 [T], the record row of each row, below 0 for none. None: row t uses record row t. Entries are
+            not checked against R.
+        native_tensor_scale: float32 decode scale, one value, of rows without a record. None: from the row's maximum.
+        stream: CUDA stream pointer; None for CuPy's current stream.
+
+    Raises:
+        InvalidRequest: an argument is wrong; nothing was launched.
+        Unsupported: no GPU or CuPy.
+    """
+    number = rule_number(rule, bits)
+    rows = rows_of(x, "x", format)
+    device = rows.array.device
+    index = _record_rows(record_rows, rows.tokens, device)
+    records = device_array(scales, "scales").shape[0] if index else rows.tokens
+    code_rows = dense_bytes(planes, "planes", record_shape(records, rows.width, bits), device)
+    require(
+        bits != 4 or code_rows.pointer % 4 == 0, "planes", f"must be 4 bytes aligned, address={code_rows.pointer:#x}"
+    )
+    native = None if native_tensor_scale is None else row_scales(native_tensor_scale, "native_tensor_scale", 1, device)
+    _round(
+        rows,
+        _output(out, rows, format),
+        code_rows,
+        dense_bytes(scales, "scales", (records, rows.width // rows.format.block), device),
+        row_scales(tensor_scale, "tensor_scale", records, device),
+        _Presence(valid_rows(valid, rows.tokens, device), index, native),
+        {"BITS": bits, "RULE": number},
+        stream,
+    )
+
+
+def rtn_round(x: Any, scales: Any, tensor_scale: Any, *, out: Any, format: str, stream: int | None = None) -> None:
+    """Round x to the nearest codeword under given scales, ties to the even code, into ``out``.
+
+    Arguments as for ``guided_round``. With the rollout's scales this is the b = 0 baseline.
+    """
+    rows = rows_of(x, "x", format)
+    device = rows.array.device
+    _round(
+        rows,
+        _output(out, rows, format),
+        None,
+        dense_bytes(scales, "scales", (rows.tokens, rows.width // rows.format.block), device),
+        row_scales(tensor_scale, "tensor_scale", rows.tokens, device),
+        _Presence(),
+        {"BITS": 0, "RULE": 0},
+        stream,
+    )
+
+
+def _output(out: Any, rows: Rows, format: str) -> Rows:
+    target = rows_of(out, "out", format)
+    array = target.array
+    require(array.shape == rows.array.shape, "out", f"must have the shape of x, shape={list(array.shape)}")
+    require(array.dtype == rows.array.dtype, "out", f"must have the type of x, dtype={array.dtype}")
+    require(array.device == rows.array.device, "out", f"must be on the device of x, device={array.device}")
+    same_place = array.pointer == rows.array.pointer and target.stride == rows.stride
+    apart = array.pointer >= rows.array.pointer + _extent(rows) or rows.array.pointer >= array.pointer + _extent(target)
+    require(same_place or apart or rows.tokens == 0, "out", "must be x itself or not overlap it")
+    return target
+
+
+def _extent(rows: Rows) -> int:
+    """Bytes from the first to past the last element."""
+    return ((rows.tokens - 1) * rows.stride + rows.width) * rows.array.itemsize
+
+
+def _record_rows(record_rows: Any, tokens: int, device: int) -> DeviceArray | None:
+    if record_rows is None:
+        return None
+    view = device_array(record_rows, "record_rows")
+    require(view.dtype == "int32", "record_rows", f"must be int32, dtype={view.dtype}")
+    require(view.shape == (tokens,) and view.dense, "record_rows", f"must be contiguous [T], shape={list(view.shape)}")
+    require(view.device == device, "record_rows", f"must be on the device of x, device={view.device}")
+    return view
+
+
+def _pointer(array: DeviceArray | None) -> int | None:
+    return array.pointer if array else None
+
+
+def _round(
+    rows: Rows,
+    out: Rows,
+    planes: DeviceArray | None,
+    scales: DeviceArray,
+    tensor_scale: DeviceArray,
+    presence: _Presence,
+    switches: dict[str, int],
+    stream: int | None,
+) -> None:
+    units = flat_units(rows.tokens, rows.width)
+    if not units:
+        return
+    pointers = (rows.array.pointer, out.array.pointer, _pointer(planes), scales.pointer, tensor_scale.pointer)
+    switches = {**rows.switches, **switches}
+    arrays = (rows.array, out.array)
+    some = presence.valid is not None or presence.record_rows is not None
+    if rows.stride == out.stride == rows.width and tensor_scale.size == 1 and not some:
+        threads, flight = SHAPES[switches["BITS"]]
+        flat = _Rounding(*pointers, units, Divisor.of(rows.width // UNIT))
+        grid = (blocks_of(units, threads * flight),)
+        switches["FLIGHT"] = flight
+        launch("guided_round.cu", "round_rows", switches, grid, flat, arrays, stream, threads=threads)
+        return
+    units_a_row = rows.width // UNIT
+    lanes = min(32, 1 << (units_a_row - 1).bit_length())
+    each = _RowRounding(
+        *pointers,
+        _pointer(presence.valid),
+        _pointer(presence.record_rows),
+        _pointer(presence.native_scale),
+        rows.stride,
+        out.stride,
+        rows.tokens,
+        units_a_row,
+        int(tensor_scale.size > 1),
+        lanes,
+    )
+    held = blocks_of(units_a_row, lanes)
+    itemsize = rows.array.itemsize
+    switches["HOLD"] = min(HOLD_MAX[itemsize], 1 << (held - 1).bit_length())
+    switches["RESIDENT"] = RESIDENT[switches["BITS"]] if itemsize == 2 else 4
+    grid = (blocks_of(rows.tokens * lanes, ROW_THREADS),)
+    launch("guided_round.cu", "round_each_row", switches, grid, each, arrays, stream, threads=ROW_THREADS)
