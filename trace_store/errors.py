@@ -111,3 +111,8 @@ class Unauthenticated(TraceStoreError, PermissionError):
 
 class Unsupported(TraceStoreError, RuntimeError):
     """A feature is missing on this server, build or device."""
+
+
+def public_class(error: TraceStoreError) -> type[TraceStoreError]:
+    """The class of this module that an error is of: parts of the engine raise subclasses that only they tell apart."""
+    return next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)

@@ -113,7 +113,7 @@ def error_to_wire(error: TraceStoreError, table: Sequence[Site] = ()) -> Any:
     """ErrorDetail of an error; holes need the run's site table."""
     holes = getattr(error, "holes", ())
     return record_pb2.ErrorDetail(
-        type=type(error).__name__,
+        type=errors.public_class(error).__name__,
         message=str(error),
         argument=getattr(error, "argument", ""),
         holes=holes_to_wire(holes, site_numbers(table)) if table else [],

@@ -21,7 +21,7 @@ from trace_server.metrics import Metrics
 from trace_store import wire
 from trace_store.commands import AppendResult
 from trace_store.engine import Engine
-from trace_store.errors import InvalidRequest, StorageFailed, TraceStoreError, Unavailable
+from trace_store.errors import InvalidRequest, StorageFailed, TraceStoreError, Unavailable, public_class
 from trace_store.record import Site, check_name
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
@@ -163,7 +163,7 @@ class AppendStream:
                 raise outcome
             result = await outcome
         except TraceStoreError as error:
-            self._metrics.errors.labels(type(error).__name__).inc()
+            self._metrics.errors.labels(public_class(error).__name__).inc()
             return service_pb2.AppendResponse(sequence=sequence, error=wire.error_to_wire(error, self._table))
         self._metrics.append_seconds.labels(self._durability).observe(time.perf_counter() - arrived)
         self._metrics.append_records.labels("stored").inc(result.stored)

@@ -21,7 +21,14 @@ from trace_server.metrics import Metrics
 from trace_server.status import abort
 from trace_store import wire
 from trace_store.engine import Engine
-from trace_store.errors import DeadlineExceeded, InvalidRequest, StorageFailed, TraceStoreError, Unavailable
+from trace_store.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    StorageFailed,
+    TraceStoreError,
+    Unavailable,
+    public_class,
+)
 from trace_store.read import Read
 from trace_store.record import check_name
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
@@ -78,7 +85,7 @@ class TraceStoreService:
         await self._refuse(context, Unavailable("the call was interrupted inside the server; repeat it"))
 
     async def _refuse(self, context: Any, error: TraceStoreError, run: str = "") -> None:
-        self._metrics.errors.labels(type(error).__name__).inc()
+        self._metrics.errors.labels(public_class(error).__name__).inc()
         try:
             table = self._engine.sites(run)
         except TraceStoreError:

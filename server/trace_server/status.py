@@ -42,4 +42,5 @@ async def abort(
     """End the call with the error's status and its ErrorDetail."""
     detail = error_to_wire(error, table)
     del detail.holes[HOLES_MAX:]
-    await context.abort(STATUS[type(error)], str(error), ((ERROR_METADATA_KEY, detail.SerializeToString()),))
+    status = STATUS[errors.public_class(error)]
+    await context.abort(status, str(error), ((ERROR_METADATA_KEY, detail.SerializeToString()),))

@@ -6,6 +6,7 @@ import asyncio
 import threading
 
 CHUNK_BYTES = 16 << 10
+FORBIDDEN = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
 
 
 class Proxy:
@@ -14,6 +15,7 @@ class Proxy:
     Attributes:
         bytes_per_s: rate of each direction of a connection, 0 for no limit.
         cut_after: cut a connection once the client has sent this many bytes on it; None: never.
+        refuse: answer every request with 403.
         swallow_answers: forward what the client sends and drop what the server says.
         forwarded: bytes that clients have sent.
     """
@@ -22,6 +24,7 @@ class Proxy:
         self._target = target
         self.bytes_per_s, self.cut_after, self.swallow_answers = 0, None, False  # type: tuple[int, Any, bool]
         self.forwarded = 0
+        self.refuse = False
         self.port = 0
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -50,8 +53,8 @@ class Proxy:
             writer.close()
             return
         tasks = [
-            asyncio.create_task(self._pump(reader, back, from_client=True)),
-            asyncio.create_task(self._pump(there, writer, from_client=False)),
+            asyncio.create_task(self._pump(reader, back, writer, from_client=True)),
+            asyncio.create_task(self._pump(there, writer, writer, from_client=False)),
         ]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -59,12 +62,22 @@ class Proxy:
         for end in (writer, back):
             end.close()
 
-    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, *, from_client: bool) -> None:
+    async def _pump(
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        answer: asyncio.StreamWriter,
+        *,
+        from_client: bool,
+    ) -> None:
         seen = 0
         while data := await source.read(CHUNK_BYTES):
             if from_client:
                 seen += len(data)
                 self.forwarded += len(data)
+                if self.refuse:
+                    answer.write(FORBIDDEN)
+                    continue
                 if self.cut_after is not None and seen >= self.cut_after:
                     return
             elif self.swallow_answers:

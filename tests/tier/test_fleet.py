@@ -15,7 +15,14 @@ import trace_client
 from tests.tier.conftest import eventually
 from trace_server.serve import parser
 from trace_store import Site
-from trace_store.errors import Incomplete, InvalidRequest, StaleAttempt, TraceStoreError, Unavailable
+from trace_store.errors import (
+    Incomplete,
+    InvalidRequest,
+    StaleAttempt,
+    StorageFailed,
+    TraceStoreError,
+    Unavailable,
+)
 
 PARTITION = "step-1"
 
@@ -228,3 +235,15 @@ def test_bad_options_are_named(new_server: Callable[..., Any], option: str, valu
     server.spawn()
     assert server.wait() == 1
     assert message in server.log.read_text()
+
+
+def test_a_store_that_refuses_us_later_is_a_typed_error(
+    new_server: Callable[..., Any], url: str, proxy: Any, sites: tuple[Site, ...]
+) -> None:
+    server = new_server("--object-store", url).start()
+    with trace_client.connect(server.address) as client:
+        client.register("mine", sites)
+        proxy.refuse = True
+        with pytest.raises(StorageFailed, match="object store"):
+            client.sites("elsewhere")
+        assert client.reader("mine", PARTITION).read([("t", 0, 1)]).missing
