@@ -39,9 +39,12 @@ log = logging.getLogger("trace_store.shard")
 QUEUE_BYTES_MAX = 64 << 20
 """Payload accepted and not yet written. ``submit`` blocks above it."""
 
-COMPRESS_BACKLOG_BYTES_MAX = 2 << 20
-"""Scales are compressed while the writer keeps up, and stored raw when more than this waits behind it: zstd takes half
-of the writer's time (0.5 GB/s of scales a core), so it pays only where the disk is the slower one."""
+COMPRESS_BYTES_PER_S = 64 << 20
+"""Block scales that are compressed in a second, at most; what comes faster is stored raw. zstd takes 0.5 GB/s of scales
+a core: this is an eighth of one, all of a rollout's 200 MB/s, and nothing that a burst would notice."""
+
+COMPRESS_BURST_BYTES = 16 << 20
+
 
 SEGMENT_BYTES_MAX = 256 << 20
 """A segment is rolled once it is this long: a rewrite after a crash takes about a second."""
@@ -89,6 +92,7 @@ class Shard:
         self._segment_bytes_max = UPLOAD_BYTES_MAX if upload else SEGMENT_BYTES_MAX
         self._queue: deque[Command] = deque()
         self._queued_bytes = self._arena_bytes = 0
+        self._compress_bytes, self._compress_time = float(COMPRESS_BURST_BYTES), clock()
         self._changed = threading.Condition()
         self._closing = False
         self._open: dict[int, _Open] = {}
@@ -230,13 +234,23 @@ class Shard:
             stored = admission.chunk.records
             if self._gate is not None:
                 self._gate.admit(admission.chunk.payload_bytes)
-            compress = self._queued_bytes - command.queue_bytes <= COMPRESS_BACKLOG_BYTES_MAX
+            compress = self._may_compress(admission.chunk.scales.nbytes)
             self._write(partition, methodcaller("append_chunk", admission.chunk, compress))
         result = AppendResult(stored, admission.duplicates)
         if command.durability == "synced":
             self._answer_synced(command.future, result)
         elif command.durability == "written":
             command.future.set_result(result)
+
+    def _may_compress(self, size: int) -> bool:
+        """Take ``size`` out of the second's allowance, if there is as much."""
+        now = self._clock()
+        allowed = self._compress_bytes + (now - self._compress_time) * COMPRESS_BYTES_PER_S
+        self._compress_bytes, self._compress_time = min(allowed, float(COMPRESS_BURST_BYTES)), now
+        if size > self._compress_bytes:
+            return False
+        self._compress_bytes -= size
+        return True
 
     def _seal(self, command: SealCommand) -> None:
         partition = self._volume.live(command.partition)

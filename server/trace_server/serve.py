@@ -16,6 +16,7 @@ import uvloop
 from trace_server.app import Listen, Server, serve
 from trace_server.http import DEFAULT_METRICS, split_address
 from trace_server.storage_options import add_options, limits_of, object_store_of
+from trace_store.allocator import keep_freed_memory
 from trace_store.engine import Engine
 from trace_store.errors import InvalidRequest, TraceStoreError
 
@@ -90,6 +91,7 @@ def command(argv: list[str]) -> int:
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
     )
     try:
+        keep_freed_memory()
         listen = _listen(arguments)
         limits, objects = limits_of(arguments), object_store_of(arguments)
         engine = Engine(Path(arguments.data), arguments.name, limits=limits, objects=objects)

@@ -1,0 +1,148 @@
+"""The store's own paths: appends by durability, reads by span, each over shared memory and over the connection."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path as FilePath
+
+import trace_client
+from trace_client.bench.measure import Sample, timed
+from trace_client.bench.records import Load, Pool
+from trace_client.microbatch import Buffers
+
+START_TIMEOUT_S = 60.0
+
+RUN = "bench"
+
+
+class ServerProcess:
+    """A server of its own over a temporary data directory. ``pid`` and ``address`` while it runs."""
+
+    def __init__(self, directory: FilePath) -> None:
+        ready = directory / "ready"
+        command = [sys.executable, "-m", "trace_server", "--data", str(directory / "data"), "--listen", "127.0.0.1:0"]
+        command += ["--metrics", "", "--ready-file", str(ready), "--log-level", "error"]
+        self._process = subprocess.Popen(command, env={**os.environ})
+        limit = time.monotonic() + START_TIMEOUT_S
+        while not ready.exists():
+            if self._process.poll() is not None or time.monotonic() > limit:
+                raise RuntimeError("the benchmark's server did not start")
+            time.sleep(0.01)
+        self.address, self.pid = ready.read_text().split("\n")[0], self._process.pid
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+class Append:
+    """Append a load at one durability, until every message is answered."""
+
+    direction = "up"
+
+    def __init__(self, server: ServerProcess, arena: str, durability: str, load: Load, pool: Pool) -> None:
+        self.name = f"append {durability}, {'arena' if arena != 'off' else 'gRPC'}"
+        self._server, self._load, self._pool, self._durability = server, load, pool, durability
+        # At durability memory the arena takes the whole load: a burst. Once it is full the disk sets the pace.
+        room = load.size + (64 << 20) if durability == "memory" and arena != "off" else 64 << 20
+        self._client = trace_client.connect(server.address, arena=arena, arena_bytes=room)
+        self._client.register(RUN, load.table)
+        self._writer = self._client.writer(RUN, self.name, durability)
+
+    def run(self, turn: int) -> Sample:
+        _wait_idle(self._client)
+        sample = timed(self._load.size, lambda: self._append(turn), self._server.pid)
+        _wait_idle(self._client)
+        self._client.release(RUN, self.name)
+        return sample
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _append(self, turn: int) -> None:
+        load, numbers = self._load, itertools.count()
+        for trajectory in range(load.trajectories):
+            for position in range(load.appends):
+                self._writer.append(f"{turn}/{trajectory}", position * load.tokens, self._pool[next(numbers)])
+        self._writer.flush()
+
+
+class Stored:
+    """A sealed load to read from. ``compressed``: it came slowly, so that its scales are compressed on disk."""
+
+    def __init__(self, server: ServerProcess, load: Load, pool: Pool, compressed: bool) -> None:
+        self.partition = "compressed" if compressed else "raw"
+        self.load = load
+        self._kept = pool
+        with trace_client.connect(server.address) as client:
+            client.register(RUN, load.table)
+            numbers = itertools.count()
+            with client.writer(RUN, self.partition, "written") as writer:
+                for trajectory in range(load.trajectories):
+                    for position in range(load.appends):
+                        writer.append(str(trajectory), position * load.tokens, pool[next(numbers)])
+                        if compressed:
+                            writer.flush()
+                for trajectory in range(load.trajectories):
+                    writer.seal(str(trajectory), tokens=load.tokens * load.appends + 1, prompt_tokens=0)
+
+
+class Read:
+    """Read all of a sealed load into reused buffers, in spans of ``span`` tokens, one microbatch of 64 MiB a call."""
+
+    direction = "down"
+
+    MICROBATCH_BYTES = 64 << 20
+
+    def __init__(self, server: ServerProcess, arena: str, stored: Stored, span: int) -> None:
+        kind = "arena" if arena != "off" else "gRPC"
+        packed = ", scales compressed" if stored.partition == "compressed" else ""
+        self.name = f"read spans of {span}, {kind}{packed}"
+        self._server, self._load = server, stored.load
+        self._client = trace_client.connect(server.address, arena=arena)
+        self._reader = self._client.reader(RUN, stored.partition)
+        self._buffers = Buffers()
+        self._microbatches = self._plan(span)
+
+    def run(self, turn: int) -> Sample:
+        del turn
+        return timed(self._load.size, self._read, self._server.pid)
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _read(self) -> None:
+        for spans in self._microbatches:
+            batch = self._reader.read(spans, out=self._buffers)
+            if batch.missing or not batch.all_valid.all():
+                raise RuntimeError("the benchmark read what it had not written")
+
+    def _plan(self, span: int) -> list[list[tuple[str, int, int, int]]]:
+        load = self._load
+        row_bytes = load.append_bytes // load.tokens
+        length = load.tokens * load.appends
+        microbatches: list[list[tuple[str, int, int, int]]] = [[]]
+        row = 0
+        for trajectory in range(load.trajectories):
+            for start in range(0, length, span):
+                if row * row_bytes >= self.MICROBATCH_BYTES:
+                    microbatches.append([])
+                    row = 0
+                microbatches[-1].append((str(trajectory), start, min(start + span, length), row))
+                row += min(span, length - start)
+        return microbatches
+
+
+def _wait_idle(client: trace_client.Client) -> None:
+    while client.status()["queued_bytes"]:
+        time.sleep(0.01)
+
+
+def temporary_directory(parent: FilePath | None) -> tempfile.TemporaryDirectory[str]:
+    """Where server data and local files go: on the disk to be measured."""
+    return tempfile.TemporaryDirectory(prefix="trace-store-bench-", dir=parent)
