@@ -39,11 +39,11 @@ log = logging.getLogger("trace_store.shard")
 QUEUE_BYTES_MAX = 64 << 20
 """Payload accepted and not yet written. ``submit`` blocks above it."""
 
-COMPRESS_BYTES_PER_S = 64 << 20
+COMPRESS_BYTES_PER_S = 32 << 20
 """Block scales that are compressed in a second, at most; what comes faster is stored raw. zstd takes 0.5 GB/s of scales
-a core: this is an eighth of one, all of a rollout's 200 MB/s, and nothing that a burst would notice."""
+a core: this is a fifteenth of one, all of a rollout at 100 MB/s, and nothing that a burst would notice."""
 
-COMPRESS_BURST_BYTES = 16 << 20
+COMPRESS_BURST_BYTES = 4 << 20
 
 
 SEGMENT_BYTES_MAX = 256 << 20

@@ -1,7 +1,7 @@
 """Group commit: one thread that syncs what the writer wrote, and answers everybody who waited for it.
 
 While one round syncs, the writer goes on writing; the next round covers all of that with one fdatasync per segment.
-So the group grows with the load by itself: 3 ms for a lone append, 4 to 16 MiB a sync under a stream, and no timer.
+So the group grows with the load by itself: 3 ms for a lone append, 4 to 16 MiB a sync under a stream.
 
 All work on a segment's descriptor after its last write happens here, closing it included, so that no other thread can
 close a descriptor under a running fdatasync.
@@ -11,12 +11,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from trace_store.errors import StorageFailed, TraceStoreError
 from trace_store.segment.writer import SegmentWriter
+
+ROUND_S = 0.01
+ROUND_BYTES_MIN, ROUND_BYTES_MAX = 1 << 20, 16 << 20
+"""A round with this much to sync starts 10 ms after the last one at the earliest, so that a stream is synced in groups
+of 4 to 16 MiB. Less than that, a lone append or a seal, never waits; more than that need not either."""
 
 log = logging.getLogger("trace_store.syncer")
 
@@ -47,6 +53,10 @@ class _Round:
     rolling: list[SegmentWriter] = field(default_factory=list)
     closing: list[SegmentWriter] = field(default_factory=list)
 
+    @property
+    def unsynced_bytes(self) -> int:
+        return sum(writer.written_bytes - writer.synced_bytes for writer in self.dirty)
+
     def __bool__(self) -> bool:
         return bool(self.waiting or self.rolling or self.closing)
 
@@ -59,6 +69,7 @@ class Syncer:
         self._wake = threading.Condition()
         self._next = _Round()
         self._closing = False
+        self._round_started = -ROUND_S
         self._thread = threading.Thread(target=self._run, name="trace-store-sync", daemon=True)
         self._thread.start()
 
@@ -100,6 +111,7 @@ class Syncer:
                     self._wake.wait()
                 if not self._next:
                     return
+                self._gather_round()
                 current, self._next = self._next, _Round()
             error: TraceStoreError | None
             try:
@@ -110,6 +122,16 @@ class Syncer:
                 self._distrust(current, error)
             for done in current.waiting:
                 done(error)
+
+    def _gather_round(self) -> None:
+        """Under a stream, let a round grow: a sync of few bytes costs the CPU of one of many (``_wake`` is held)."""
+        limit = self._round_started + ROUND_S
+        while not self._closing and ROUND_BYTES_MIN <= self._next.unsynced_bytes < ROUND_BYTES_MAX:
+            left = limit - time.monotonic()
+            if left <= 0:
+                break
+            self._wake.wait(left)
+        self._round_started = time.monotonic()
 
     def _commit(self, current: _Round) -> TraceStoreError | None:
         failures = [self._sync(writer) for writer in current.dirty.difference(current.rolling)]

@@ -107,7 +107,7 @@ class SegmentWriter:
         self.directory = directory
         self.path = directory / (name + suffix)
         self.index = SegmentIndex()
-        self.written_bytes = 0
+        self.written_bytes = self.synced_bytes = 0
         self.abandoned: TraceStoreError | None = None
         self.doubtful: TraceStoreError | None = None
         self.discarded = False
@@ -198,10 +198,12 @@ class SegmentWriter:
         """
         if self.doubtful is not None:
             raise self.doubtful
+        written = self.written_bytes
         try:
             os.fdatasync(self.descriptor)
         except OSError as error:
             raise self.doubt(storage_error(error, self.path)) from error
+        self.synced_bytes = written
 
     def seal(self) -> Path:
         """Write index row and footer, sync, rename to the sealed name, sync the directory."""
