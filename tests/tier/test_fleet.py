@@ -87,6 +87,9 @@ def test_with_the_writer_killed_another_server_serves_what_was_uploaded(
     assert sum(item.stop - item.start for item in missing) == 10 * len(reader.sites)
     without = fleet.reader("run", PARTITION).read([("lost", 0, 10), ("sent", 0, 10, 10)]).missing
     assert {(item.trajectory, item.reason) for item in without} == {("lost", "server unreachable")}
+    servers[0].start()  # it was not for good after all: what it held is uploaded now
+    with trace_client.connect(servers[1].address) as second:
+        eventually(lambda: not second.reader("run", PARTITION).read([("lost", 0, 10)]).missing, "late upload")
 
 
 def test_reads_find_the_server_that_has_the_rows(

@@ -67,6 +67,7 @@ class Loader:
         self._pool = ThreadPoolExecutor(LOADERS, thread_name_prefix="trace-store-load")
         self._lock = threading.Lock()
         self._place_locks: dict[Place, threading.Lock] = {}
+        self._complete: dict[Place, int] = {}
         self._refused: set[str] = set()
         """Keys of objects that are no segments of their place: logged once, not tried again."""
 
@@ -91,11 +92,17 @@ class Loader:
         return None
 
     def missing(self, place: Place) -> dict[str, ObjectInfo]:
-        """Objects of a place that the catalog does not know."""
+        """Objects of a place that the catalog does not know. Cheap when nothing has changed since there were none."""
+        version = self._view.version(place)
+        if self._complete.get(place) == version:
+            return {}
         objects = self._view.objects(place)
         with self._volume.lock:
             known = self._volume.segment_names(*place)
-        return {name: info for name, info in objects.items() if name not in known and info.key not in self._refused}
+        missing = {n: info for n, info in objects.items() if n not in known and info.key not in self._refused}
+        if not missing:
+            self._complete[place] = version
+        return missing
 
     def load(self, run: Run, place: Place) -> int:
         """Load what the catalog lacks of a partition; number of segments loaded.
