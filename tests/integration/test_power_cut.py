@@ -1,6 +1,6 @@
 """Power cuts on real file systems: synced rows are there, written ones may lose their tail, nothing is wrong.
 
-Only what was acknowledged before the cut began is a promise: while the kernel carries the cut out, its own fdatasync can
+Only what was acknowledged before the cut began is a promise: while the kernel carries it out, its own fdatasync can
 return 0 for bytes that are then gone. A bare write-and-fdatasync loop showed that (Linux 6.18, 3 of 10 such answers on
 ext4, 1 of 10 on XFS, none of those before the cut); with real power nobody would have heard them.
 """
