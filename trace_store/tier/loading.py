@@ -150,24 +150,25 @@ class Loader:
         log.error("object=%s is ignored: %s", info.key, reason)
 
     def _enter(self, run: Run, place: Place, loaded: list[LoadedSegment]) -> int:
-        entered = 0
+        entered: list[LoadedSegment] = []
+        partition: Partition | None = None
         with self._volume.lock:
             known = self._volume.segment_names(*place)
-            latest = max(known, default="")
-            for item in sorted(loaded, key=lambda item: (item.header.sequence, item.name)):
+            for item in sorted(loaded, key=lambda item: item.name):
                 header = item.header
-                if (header.run, header.sites) != (run.name, run.sites) or place_of(
-                    header.run, header.partition
-                ) != place:
+                belongs = place_of(header.run, header.partition) == place
+                if (header.run, header.sites) != (run.name, run.sites) or not belongs:
                     self._refuse(item.info, "it belongs to another run, site table or partition")
                 elif item.name not in known:
                     partition = self._volume.partition(run, header.partition)
                     self._volume.enter_remote(partition, item.name, header, item.index, item.info.size)
-                    entered += 1
-                    if item.name < latest:
-                        partition.rebuild()  # rows of one partition count in the order of their segments
+                    entered.append(item)
+            if partition is not None:
+                if entered[0].name < max(known, default=""):
+                    partition.rebuild()  # rows of a partition count in the order of its segments
+                for item in entered:
                     publish_seals(partition, item.index)
-        return entered
+        return len(entered)
 
 
 def publish_seals(partition: Partition, index: SegmentIndex) -> None:
