@@ -13,6 +13,7 @@ import pytest
 
 import trace_client
 from tests.tier.conftest import eventually
+from trace_client.status import status_command
 from trace_server.serve import parser
 from trace_store import Site
 from trace_store.errors import (
@@ -250,3 +251,18 @@ def test_a_store_that_refuses_us_later_is_a_typed_error(
         with pytest.raises(StorageFailed, match="object store"):
             client.sites("elsewhere")
         assert client.reader("mine", PARTITION).read([("t", 0, 1)]).missing
+
+
+def test_the_status_command_shows_what_waits(
+    new_server: Callable[..., Any], url: str, proxy: Any, sites: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = new_server("--object-store", url).start()
+    proxy.refuse = True
+    with trace_client.connect(server.address) as client:
+        client.register("run", sites)
+        eventually(lambda: client.status()["upload_lag_seconds"] > 0.1, "lag")
+    assert status_command(["--target", server.address]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"upload lag seconds +[0-9.]+", shown)
+    assert re.search(r"upload queue segments +1 *\n", shown)
+    assert "refuses" in shown
