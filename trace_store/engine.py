@@ -11,6 +11,7 @@ engine.close()
 
 from __future__ import annotations
 
+import logging
 import secrets
 import shutil
 import socket
@@ -47,6 +48,8 @@ from trace_store.shard import Shard
 from trace_store.storage.s3 import ObjectStore
 from trace_store.tier.tier import ObjectTier, TierStatus
 from trace_store.volume import Volume
+
+log = logging.getLogger("trace_store.engine")
 
 _PERHAPS_ELSEWHERE = (MissingReason.UNKNOWN_TRAJECTORY, MissingReason.NOT_SEALED, MissingReason.NOT_UPLOADED)
 
@@ -122,8 +125,13 @@ class Engine:
     def register(self, run: str, sites: Sequence[Site]) -> bool:
         """Create a run with its site table, durably; True if it is new. Raises SchemaMismatch."""
         check_name(run, "run")
-        if self._tier is not None:
-            self._tier.run(run)
+        try:
+            if self._tier is not None:
+                self._tier.run(run)
+        except StorageFailed as error:
+            # A rollout does not wait for the object store. Two tables of one run would show when it is back: the
+            # segments of the other one are ignored with an error in the log, and verify names them.
+            log.warning("run registered without asking the object store, run=%r: %s", run, error)
         return self._volume.register(run, check_site_table(sites))
 
     def sites(self, run: str) -> tuple[Site, ...]:

@@ -23,7 +23,7 @@ def explain(
         unknown trajectory     released, if its partition was and nothing was written to it since; storage failed, if
                                the bucket could not be asked
         not sealed             not uploaded, if another server writes it: its seal is not in the bucket
-        not recorded           not uploaded, if rows that were there at the seal are not in the bucket
+        data loss              not uploaded, if rows that were there at the seal are not in the bucket
 
     ``unreadable``: a part of the partition is in the object store and could not be read.
     """
@@ -42,7 +42,7 @@ def explain(
             pass
         elif reason == MissingReason.NOT_SEALED and _is_foreign(partition, entry.newest):
             reason = MissingReason.STORAGE_FAILED if unreadable else MissingReason.NOT_UPLOADED
-        elif reason == MissingReason.NOT_RECORDED and entry.sealed is not None and entry.sealed.damaged:
+        elif reason == MissingReason.DATA_LOSS and entry.sealed is not None and entry.sealed.damaged:
             if unreadable:
                 reason = MissingReason.STORAGE_FAILED
             elif _is_foreign(partition, entry.sealed):

@@ -25,7 +25,7 @@ from trace_store.record import Site
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.reader import open_content
 from trace_store.segment.scan import Scan, scan_content
-from trace_store.segment.schema import OPEN_SUFFIX, SEALED_SUFFIX, SegmentHeader
+from trace_store.segment.schema import OPEN_SUFFIX, SEALED_SUFFIX, SegmentHeader, UnknownVersion
 
 HELP = "check every record of a data directory or bucket; exit status 1 when something is damaged"
 
@@ -116,6 +116,9 @@ def check_file(file: StoredFile, report: Report) -> None:
     report.unfinished += is_open
     try:
         scan = scan_content(content, name, [])
+    except UnknownVersion as error:
+        report.notes.append(f"not checked: {error}")
+        return
     except FormatError as error:
         report.damaged.append(Finding(name, str(error)))
         return

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from trace_store.catalog import Partition, Run, Segment
 from trace_store.checksum import RowKind
@@ -36,24 +35,9 @@ from trace_store.segment.schema import SegmentHeader
 from trace_store.segment.writer import SegmentWriter, storage_error, sync_directory
 from trace_store.storage.base import Source
 from trace_store.storage.local import LocalSource
+from trace_store.storage.objects import Objects, note_objects
 
 log = logging.getLogger("trace_store.volume")
-
-
-class Objects(Protocol):
-    """What an object store behind the directory has to offer; ``trace_store.tier`` is one."""
-
-    def source(self, partition: Partition, segment: Segment) -> Source:
-        """A segment of the object store, opened. Wants the lock held; makes no request."""
-
-    def evict(self, segment: Segment) -> int:
-        """Serve an uploaded segment from the store only; bytes of the local file, which is removed soon."""
-
-    def keys(self, partition: Partition) -> list[str]:
-        """Objects of a partition and of its segments on their way there. Wants the lock held; makes no request."""
-
-    def released(self, partition: Partition, directory: Path, keys: list[str]) -> None:
-        """The partition was renamed to ``directory``: delete the objects, then the directory."""
 
 
 class Volume:
@@ -279,7 +263,7 @@ class Volume:
             written = True
             keys = self.objects.keys(partition) if self.objects is not None else []
             if keys:
-                _note_objects(partition.directory, keys)
+                note_objects(partition.directory, keys)
             try:
                 os.rename(partition.directory, target)
             except FileNotFoundError:
@@ -335,21 +319,6 @@ class Volume:
     def _segment_number(self) -> int:
         self._next_segment += 1
         return self._next_segment
-
-
-def _note_objects(directory: Path, keys: list[str]) -> None:
-    """Leave in a partition's directory which objects go with it, so that a crash after the rename forgets none.
-
-    A full disk must not stop a release: then the objects are deleted all the same, unless this process dies first.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / RELEASED_OBJECTS, "w", encoding="utf-8") as file:
-            file.write("".join(f"{key}\n" for key in keys))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        log.error("objects to delete cannot be noted, directory=%s cause=%s", directory.name, error.strerror)
 
 
 def _make_durable(path: Path) -> None:

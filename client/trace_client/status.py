@@ -32,7 +32,7 @@ def status_command(argv: list[str]) -> int:
     else:
         table = Table(box=None, show_header=False, pad_edge=False)
         for name, value in state.items():
-            shown = f"{value:,}" if isinstance(value, int) else value or "-"
+            shown = f"{value:,}" if isinstance(value, (int, float)) else value or "-"
             table.add_row(name.replace("_", " "), shown)
         Console().print(table, highlight=False)
     return 1 if state["write_refusal"] else 0

@@ -69,6 +69,11 @@ class Child:
             if self._acks.poll(left) and not self.receive():
                 return
 
+    def drain(self) -> None:
+        """Collect what was told so far."""
+        while self._acks.poll(0) and self.receive():
+            pass
+
     def kill(self) -> list[str]:
         """SIGKILL; all messages, those still in the pipe included."""
         self.process.kill()

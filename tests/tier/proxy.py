@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 CHUNK_BYTES = 16 << 10
@@ -36,8 +37,16 @@ class Proxy:
         return self
 
     def __exit__(self, *error: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -47,6 +56,10 @@ class Proxy:
         self._loop.run_forever()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.CancelledError):  # at the end; asyncio would complain of a cancelled handler
+            await self._connect(reader, writer)
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             there, back = await asyncio.open_connection("127.0.0.1", self._target)
         except OSError:

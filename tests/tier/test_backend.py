@@ -62,6 +62,7 @@ class BadBackend(BaseHTTPRequestHandler):
 
     fault = ""
     objects: dict[str, bytes]
+    requests: list[str]
 
     def _answer(self, status: int, body: bytes = b"", **headers: str) -> None:
         self.send_response(status)
@@ -75,13 +76,25 @@ class BadBackend(BaseHTTPRequestHandler):
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self._is_busy():
+            return
         if self.headers.get("If-None-Match") == "*" and self.path in self.objects and self.fault != "no create-once":
             self._answer(412)
             return
         self.objects[self.path] = body
         self._answer(200, ETag='"x"')
 
+    def _is_busy(self) -> bool:
+        """With fault ``throttled`` two of three requests are put off."""
+        self.requests.append(self.path)
+        busy = self.fault == "throttled" and len(self.requests) % 3 != 0
+        if busy:
+            self._answer(503, b"<Error><Code>SlowDown</Code></Error>")
+        return busy
+
     def do_GET(self) -> None:
+        if self._is_busy():
+            return
         parts = urlsplit(self.path)
         query = parse_qs(parts.query)
         if "list-type" in query:
@@ -139,7 +152,7 @@ class BadBackend(BaseHTTPRequestHandler):
 @pytest.fixture
 def bad_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BadBackend]]:
     """The handler's class: set its ``fault``."""
-    handler = type("Handler", (BadBackend,), {"objects": {}})
+    handler = type("Handler", (BadBackend,), {"objects": {}, "requests": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_address[1]}")
@@ -157,6 +170,31 @@ def test_a_backend_that_lies_is_refused(bad_backend: type[BadBackend], fault: st
     bad_backend.fault = fault
     with pytest.raises(Unsupported, match="the object store"):
         Engine(tmp_path, objects=ObjectStore("s3://bad/prefix", QUICK))
+
+
+def test_a_throttling_backend_gets_everything_in_the_end(
+    bad_backend: type[BadBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trace_store.tier.uploader.BACKOFF_FIRST_S", 0.02)
+    first = Sidecar(tmp_path / "a", "s3://bad/prefix", "a", None, QUICK)
+    second = None
+    try:
+        bad_backend.fault = "throttled"
+        for number in range(3):
+            first.write(f"t{number}", partition=f"step-{number}")
+        first.upload()
+        assert first.tier.status().upload_failures > 0
+        bad_backend.fault = ""
+        second = Sidecar(tmp_path / "b", "s3://bad/prefix", "b", None, QUICK)
+        bad_backend.fault = "throttled"
+        for number in range(3):
+            assert second.read(f"t{number}", partition=f"step-{number}") == first.read(
+                f"t{number}", partition=f"step-{number}"
+            )
+    finally:
+        bad_backend.fault = ""
+        for item in filter(None, (first, second)):
+            item.engine.close()
 
 
 def test_a_backend_without_create_once_is_used_with_a_look_first(bad_backend: type[BadBackend], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 import trace_client
 from tests.tier.conftest import eventually
+from trace_client.status import status_command
 from trace_server.serve import parser
 from trace_store import Site
 from trace_store.errors import (
@@ -87,6 +88,9 @@ def test_with_the_writer_killed_another_server_serves_what_was_uploaded(
     assert sum(item.stop - item.start for item in missing) == 10 * len(reader.sites)
     without = fleet.reader("run", PARTITION).read([("lost", 0, 10), ("sent", 0, 10, 10)]).missing
     assert {(item.trajectory, item.reason) for item in without} == {("lost", "server unreachable")}
+    servers[0].start()  # it was not for good after all: what it held is uploaded now
+    with trace_client.connect(servers[1].address) as second:
+        eventually(lambda: not second.reader("run", PARTITION).read([("lost", 0, 10)]).missing, "late upload")
 
 
 def test_reads_find_the_server_that_has_the_rows(
@@ -247,3 +251,18 @@ def test_a_store_that_refuses_us_later_is_a_typed_error(
         with pytest.raises(StorageFailed, match="object store"):
             client.sites("elsewhere")
         assert client.reader("mine", PARTITION).read([("t", 0, 1)]).missing
+
+
+def test_the_status_command_shows_what_waits(
+    new_server: Callable[..., Any], url: str, proxy: Any, sites: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = new_server("--object-store", url).start()
+    proxy.refuse = True
+    with trace_client.connect(server.address) as client:
+        client.register("run", sites)
+        eventually(lambda: client.status()["upload_lag_seconds"] > 0.1, "lag")
+    assert status_command(["--target", server.address]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"upload lag seconds +[0-9.]+", shown)
+    assert re.search(r"upload queue segments +1 *\n", shown)
+    assert "refuses" in shown

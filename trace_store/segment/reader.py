@@ -23,7 +23,7 @@ from trace_store.segment.schema import SegmentHeader, read_header
 from trace_store.storage.base import Source
 
 TAIL_BYTES = 256 << 10
-"""What is read first of a remote segment: footer and index of 5,000 records fit (about 45 bytes a row, compressed)."""
+"""What is read first of a remote segment: footer and index of 10,000 records fit (10 to 20 bytes a row, compressed)."""
 
 
 def open_sealed(path: Path) -> tuple[SegmentHeader, SegmentIndex]:

@@ -25,6 +25,7 @@ class BucketView:
         self._added_at: dict[tuple[Place, str], float] = {}
         self._listed_at: dict[Place, float] = {}
         self._written_at: dict[Place, float] = {}
+        self._versions: dict[Place, int] = {}
 
     def refresh(self) -> None:
         """List everything. Raises StorageFailed; the view is unchanged then."""
@@ -54,6 +55,9 @@ class BucketView:
             self._added_at = {key: added for key, added in self._added_at.items() if added >= started}
             for place, objects in found.items():
                 self._written_at[place] = max(info.modified for info in objects.values())
+            for place in found.keys() | (self._objects.keys() if only is None else {only}):
+                if found.get(place, {}).keys() != self._objects.get(place, {}).keys():
+                    self._changed(place)
             if only is None:
                 self._objects = found
             elif only in found:
@@ -66,6 +70,7 @@ class BucketView:
         with self._lock:
             self._objects.setdefault(place, {})[name] = ObjectInfo(object_key(place, name), size, modified)
             self._added_at[(place, name)] = self._clock()
+            self._changed(place)
             self._written_at[place] = max(modified, self._written_at.get(place, 0.0))
 
     def remove(self, place: Place, names: Iterable[str]) -> None:
@@ -74,8 +79,16 @@ class BucketView:
             known = self._objects.get(place, {})
             for name in names:
                 known.pop(name, None)
+            self._changed(place)
             if not known:
                 self._objects.pop(place, None)
+
+    def _changed(self, place: Place) -> None:
+        self._versions[place] = self._versions.get(place, 0) + 1
+
+    def version(self, place: Place) -> int:
+        """A number that changes with the names of a place."""
+        return self._versions.get(place, 0)
 
     def objects(self, place: Place) -> dict[str, ObjectInfo]:
         """Objects of a place by file name; a copy."""

@@ -67,6 +67,7 @@ class Loader:
         self._pool = ThreadPoolExecutor(LOADERS, thread_name_prefix="trace-store-load")
         self._lock = threading.Lock()
         self._place_locks: dict[Place, threading.Lock] = {}
+        self._complete: dict[Place, int] = {}
         self._refused: set[str] = set()
         """Keys of objects that are no segments of their place: logged once, not tried again."""
 
@@ -91,11 +92,17 @@ class Loader:
         return None
 
     def missing(self, place: Place) -> dict[str, ObjectInfo]:
-        """Objects of a place that the catalog does not know."""
+        """Objects of a place that the catalog does not know. Cheap when nothing has changed since there were none."""
+        version = self._view.version(place)
+        if self._complete.get(place) == version:
+            return {}
         objects = self._view.objects(place)
         with self._volume.lock:
             known = self._volume.segment_names(*place)
-        return {name: info for name, info in objects.items() if name not in known and info.key not in self._refused}
+        missing = {n: info for n, info in objects.items() if n not in known and info.key not in self._refused}
+        if not missing:
+            self._complete[place] = version
+        return missing
 
     def load(self, run: Run, place: Place) -> int:
         """Load what the catalog lacks of a partition; number of segments loaded.
@@ -143,24 +150,25 @@ class Loader:
         log.error("object=%s is ignored: %s", info.key, reason)
 
     def _enter(self, run: Run, place: Place, loaded: list[LoadedSegment]) -> int:
-        entered = 0
+        entered: list[LoadedSegment] = []
+        partition: Partition | None = None
         with self._volume.lock:
             known = self._volume.segment_names(*place)
-            latest = max(known, default="")
-            for item in sorted(loaded, key=lambda item: (item.header.sequence, item.name)):
+            for item in sorted(loaded, key=lambda item: item.name):
                 header = item.header
-                if (header.run, header.sites) != (run.name, run.sites) or place_of(
-                    header.run, header.partition
-                ) != place:
+                belongs = place_of(header.run, header.partition) == place
+                if (header.run, header.sites) != (run.name, run.sites) or not belongs:
                     self._refuse(item.info, "it belongs to another run, site table or partition")
                 elif item.name not in known:
                     partition = self._volume.partition(run, header.partition)
                     self._volume.enter_remote(partition, item.name, header, item.index, item.info.size)
-                    entered += 1
-                    if item.name < latest:
-                        partition.rebuild()  # rows of one partition count in the order of their segments
+                    entered.append(item)
+            if partition is not None:
+                if entered[0].name < max(known, default=""):
+                    partition.rebuild()  # rows of a partition count in the order of its segments
+                for item in entered:
                     publish_seals(partition, item.index)
-        return entered
+        return len(entered)
 
 
 def publish_seals(partition: Partition, index: SegmentIndex) -> None:
