@@ -158,6 +158,11 @@ class Partition:
     deferred: dict[tuple[str, int], TraceStoreError] = field(default_factory=dict)
     """Errors of appends that were answered from memory, by trajectory and attempt, until its next append or seal."""
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of its segments on the local disk."""
+        return sum(segment.disk_bytes for segment in self.segments.values())
+
     def attempt(self, trajectory: str, number: int) -> Attempt:
         """The attempt to write to, made when new; an older open attempt is forgotten."""
         entry = self.trajectories.setdefault(trajectory, Trajectory())

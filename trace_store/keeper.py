@@ -76,7 +76,8 @@ class Keeper:
         if self._tier is not None:
             self._tier.tick()
         partitions, evictable, used = self._facts()
-        self._gate.observe(used)
+        # What is being deleted still fills the disk: a deletion that hangs must not let ingest run past the cap.
+        self._gate.observe(used + self._volume.deleter.pending_bytes)
         wanted = to_release(self._limits, partitions, self._volume.now(), evictable=self._tier is not None)
         for place, rule in wanted:
             if place not in self._under_way:
@@ -96,7 +97,7 @@ class Keeper:
         with self._volume.lock:
             for run in self._volume.runs.values():
                 for partition in run.partitions.values():
-                    held = sum(segment.disk_bytes for segment in partition.segments.values())
+                    held = partition.disk_bytes
                     used += held
                     place = (run.directory.name, partition.directory.name)
                     written = max(partition.written_at, facts[place].written_at if place in facts else 0.0)
@@ -133,4 +134,4 @@ class Keeper:
         free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
         for number in to_evict(self._limits, used, free, size, evictable):
             used -= tier.evict(self._segments[number])
-        self._gate.observe(used)
+        self._gate.observe(used + self._volume.deleter.pending_bytes)

@@ -3,6 +3,7 @@
     NAME.arrow        opened by its index; scanned and rewritten if only the index is damaged
     NAME.open         left by a crash: good rows are rewritten as NAME.arrow, the rest is dropped with a reason
     NAME.recovering   a rewrite that a crash cut short: removed, its source is still there
+    no room           the file is served as it is; ``repair`` rewrites it once there is room
     another version   left alone with a logged error: a library that knows it will read it
     anything else     moved to ``set-aside/`` with a logged reason; nothing is deleted that we did not write
 
@@ -17,7 +18,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from trace_store.errors import FormatError, TraceStoreError
+from trace_store.errors import FormatError, StorageFull, TraceStoreError
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.reader import open_sealed
 from trace_store.segment.scan import Scan, scan_segment
@@ -36,7 +37,7 @@ def recover_directory(directory: Path, root: Path) -> Iterator[OpenedSegment]:
     """Sealed segments of one directory in write order, after repair.
 
     Raises:
-        StorageFailed, StorageFull: the disk does not allow the repair; nothing was lost.
+        StorageFailed: the disk does not allow the repair; nothing was lost.
     """
     names = sorted(entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
     opened: dict[str, OpenedSegment] = {}
@@ -111,9 +112,29 @@ def _rewrite_logged(path: Path, root: Path, scan: Scan) -> OpenedSegment:
     for line in scan.damage:
         log.warning("segment=%s %s", path.name, line)
     if scan.damage:
-        keep_copy(path, root, f"{len(scan.damage)} damaged parts")
-    sealed, index = rewrite(path, scan)
+        try:
+            keep_copy(path, root, f"{len(scan.damage)} damaged parts")
+        except OSError as error:
+            log.error("segment=%s no copy of it is kept: %s", path.name, error.strerror)
+    try:
+        sealed, index = rewrite(path, scan)
+    except StorageFull as error:
+        log.error("segment=%s stays as it is until the disk has room: %s", path.name, error)
+        _sync_file(path)
+        return path, scan.header, scan.index
     return sealed, scan.header, index
+
+
+def _sync_file(path: Path) -> None:
+    """What is served after a start must not be lost by a power cut, and a killed process leaves it unsynced."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            os.fdatasync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise storage_error(error, path) from error
 
 
 def rewrite(path: Path, scan: Scan) -> tuple[Path, SegmentIndex]:
@@ -168,12 +189,16 @@ def replace_source(path: Path, writer: SegmentWriter) -> Path:
 
 
 def set_aside(path: Path, root: Path, reason: str) -> None:
-    """Move a file out of the way, keeping it for a person to look at."""
-    target = _free_name(path, root)
+    """Move a file out of the way, for a person to look at. Where the disk refuses that, it stays and is ignored."""
+    try:
+        target = _free_name(path, root)
+        os.rename(path, target)
+        sync_directory(target.parent)
+        sync_directory(path.parent)
+    except OSError as error:
+        log.error("file=%s ignored: %s; it cannot be set aside: %s", path.name, reason, error.strerror)
+        return
     log.error("file=%s set aside as %s: %s", path.name, target.name, reason)
-    os.rename(path, target)
-    sync_directory(target.parent)
-    sync_directory(path.parent)
 
 
 def keep_copy(path: Path, root: Path, reason: str) -> None:

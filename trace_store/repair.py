@@ -3,8 +3,9 @@
     doubtful    a sync failed, so the kernel may have dropped rows that the page cache still shows. Until its rows are
                 copied to a new file and synced, nothing counts as durable and writes are refused; tried again with the
                 next write, at most once a second.
-    unsealed    a write failed, or its seal could not be written. Its rows stand and are durable once synced, writes go
-                on in a new segment; it is copied and sealed once the disk has room, or at the next start.
+    unsealed    a write failed, its seal could not be written, or start-up had no room for its copy. Its rows stand and
+                are durable once synced, writes go on in a new segment; it is copied and sealed once the disk has room,
+                or at the next start.
 
 The copy is what recovery does after a crash: good rows only, under the sealed name, then the source is removed.
 """
@@ -15,6 +16,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from trace_store.catalog import Partition, Segment
 from trace_store.errors import FormatError, StorageFailed, TraceStoreError
@@ -37,46 +39,56 @@ FREE_SHARE_MIN = 2
 Place = tuple[Partition, Segment]
 
 
+@dataclass(eq=False)
+class _Broken:
+    """A segment that needs its copy; ``writer`` is None if it was left by an earlier opening of the store."""
+
+    partition: Partition
+    segment: Segment
+    writer: SegmentWriter | None = None
+
+
 class Repairs:
     """Their list. ``rewrite_*`` run on the writer's thread, the rest on any; ``copied(writer)`` hears of success."""
 
     def __init__(self, volume: Volume, clock: Callable[[], float], copied: Callable[[SegmentWriter], None]) -> None:
         self._volume, self._clock, self._copied = volume, clock, copied
         self._lock = threading.Lock()
-        self._doubtful: dict[SegmentWriter, Place] = {}
-        self._unsealed: dict[SegmentWriter, Place] = {}
+        self._doubtful: dict[int, _Broken] = {}
+        self._unsealed = {segment.number: _Broken(partition, segment) for partition, segment in volume.left_open}
         self._last_doubtful = self._last_unsealed = float("-inf")
 
     def add_doubtful(self, writer: SegmentWriter, place: Place, error: TraceStoreError) -> None:
         log.error("sync failed, writes are refused until its rows are copied, segment=%s: %s", writer.name, error)
         with self._lock:
-            self._unsealed.pop(writer, None)
-            self._doubtful[writer] = place
+            self._unsealed.pop(place[1].number, None)
+            self._doubtful[place[1].number] = _Broken(*place, writer)
 
     def add_unsealed(self, writer: SegmentWriter, place: Place) -> None:
+        number = place[1].number
         with self._lock:
-            if writer in self._doubtful or writer in self._unsealed:
+            if number in self._doubtful or number in self._unsealed:
                 return
-            self._unsealed[writer] = place
+            self._unsealed[number] = _Broken(*place, writer)
         log.warning("segment=%s takes no more rows, copied when the disk allows: %s", writer.name, writer.abandoned)
 
     def forget(self, partition: Partition) -> list[SegmentWriter]:
-        """The partition was released: its segments need no repair. Returns them."""
+        """The partition was released: its segments need no repair. Returns their writers."""
         with self._lock:
             kept = {**self._doubtful, **self._unsealed}
-            gone = [writer for writer, place in kept.items() if place[0] is partition]
-            for writer in gone:
-                self._doubtful.pop(writer, None)
-                self._unsealed.pop(writer, None)
-        return gone
+            gone = {number: broken for number, broken in kept.items() if broken.partition is partition}
+            for number in gone:
+                self._doubtful.pop(number, None)
+                self._unsealed.pop(number, None)
+        return [broken.writer for broken in gone.values() if broken.writer is not None]
 
     def take_all(self) -> list[SegmentWriter]:
-        """Give up for this opening of the store; the next one copies what is left."""
+        """Give up for this opening of the store; the next one copies what is left. Returns the writers."""
         with self._lock:
-            left = [*self._doubtful, *self._unsealed]
+            left = [*self._doubtful.values(), *self._unsealed.values()]
             self._doubtful.clear()
             self._unsealed.clear()
-        return left
+        return [broken.writer for broken in left if broken.writer is not None]
 
     @property
     def pending(self) -> bool:
@@ -86,7 +98,8 @@ class Repairs:
     def refusal(self) -> str:
         """Why writes are refused now, or an empty string."""
         with self._lock:
-            return next((str(writer.doubtful) for writer in self._doubtful), "")
+            writers = [broken.writer for broken in self._doubtful.values()]
+        return next((str(writer.doubtful) for writer in writers if writer is not None), "")
 
     def doubt(self) -> TraceStoreError | None:
         """The error that writes and syncs get while rows may be lost, or None."""
@@ -105,8 +118,8 @@ class Repairs:
         if now - self._last_doubtful < DOUBTFUL_RETRY_S:
             raise self.doubt() or StorageFailed("rows await their copy after a failed sync")
         self._last_doubtful = now
-        while (found := self._first(self._doubtful)) is not None:
-            self._rewrite(*found)
+        while (broken := self._first(self._doubtful)) is not None:
+            self._rewrite(broken)
 
     def rewrite_unsealed(self) -> None:
         """Copy what could not be sealed, if it is time and there is room. Never raises for the disk."""
@@ -115,44 +128,49 @@ class Repairs:
             return
         self._last_unsealed = now
         try:
-            while (found := self._first(self._unsealed)) is not None:
-                needed = FREE_SHARE_MIN * found[0].written_bytes
+            while (broken := self._first(self._unsealed)) is not None:
+                needed = FREE_SHARE_MIN * broken.segment.disk_bytes
                 if shutil.disk_usage(self._volume.root).free < needed:
                     return
-                self._rewrite(*found)
+                self._rewrite(broken)
         except (TraceStoreError, OSError) as error:
             log.warning("segments cannot be copied yet: %s", error)
 
-    def _first(self, kept: dict[SegmentWriter, Place]) -> tuple[SegmentWriter, Place] | None:
+    def _first(self, kept: dict[int, _Broken]) -> _Broken | None:
         with self._lock:
-            return next(iter(kept.items()), None)
+            return next(iter(kept.values()), None)
 
-    def _rewrite(self, writer: SegmentWriter, place: Place) -> None:
-        partition, segment = place
-        before = writer.index.rows["checksum"].tolist()
+    def _rewrite(self, broken: _Broken) -> None:
+        partition, segment = broken.partition, broken.segment
         try:
-            copy = copy_rows(writer.path, scan_segment(writer.path))
+            copy = copy_rows(segment.path, scan_segment(segment.path))
         except FormatError as error:
-            set_aside(writer.path, self._volume.root, str(error))
-            left = []
+            set_aside(segment.path, self._volume.root, str(error))
             with self._volume.lock:
                 partition.segments.pop(segment.number, None)
-        else:
-            left = copy.index.rows["checksum"].tolist()
-            # Under the lock, since an index of one file must never be used on the other.
-            with self._volume.lock:
-                try:
-                    replace_source(writer.path, copy)
-                finally:
-                    if copy.path.suffix == SEALED_SUFFIX:
-                        writer.path = copy.path
-                        segment.path, segment.index, segment.disk_bytes = copy.path, copy.index, copy.written_bytes
-        if left != before:
-            log.error("a failed sync lost rows, segment=%s rows=%d left=%d", writer.name, len(before), len(left))
-            with self._volume.lock:
                 partition.rebuild()
+        else:
+            self._swap(broken, copy)
         with self._lock:
-            self._doubtful.pop(writer, None)
-            self._unsealed.pop(writer, None)
-        log.warning("rows of segment=%s are copied and synced", writer.name)
-        self._copied(writer)
+            self._doubtful.pop(segment.number, None)
+            self._unsealed.pop(segment.number, None)
+        log.warning("rows of segment=%s are copied and synced", segment.path.stem)
+        if broken.writer is not None:
+            self._copied(broken.writer)
+
+    def _swap(self, broken: _Broken, copy: SegmentWriter) -> None:
+        """Give the copy its name and enter it. One step under the lock: an index must never meet the other's file."""
+        partition, segment = broken.partition, broken.segment
+        before, left = (index.rows["checksum"].tolist() for index in (segment.index, copy.index))
+        with self._volume.lock:
+            try:
+                replace_source(segment.path, copy)
+            finally:
+                if copy.path.suffix == SEALED_SUFFIX:
+                    segment.path, segment.index, segment.disk_bytes = copy.path, copy.index, copy.written_bytes
+                    if broken.writer is not None:
+                        broken.writer.path = copy.path
+                    if left != before:
+                        partition.rebuild()
+        if left != before:
+            log.error("a failed sync lost rows, segment=%s rows=%d left=%d", copy.name, len(before), len(left))

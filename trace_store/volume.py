@@ -31,7 +31,7 @@ from trace_store.record import Site
 from trace_store.recovery import keep_copy, set_aside
 from trace_store.seal import ControlRow
 from trace_store.segment.index import SegmentIndex
-from trace_store.segment.schema import SegmentHeader
+from trace_store.segment.schema import SEALED_SUFFIX, SegmentHeader
 from trace_store.segment.writer import SegmentWriter, storage_error, sync_directory
 from trace_store.storage.base import Source
 from trace_store.storage.local import LocalSource
@@ -50,6 +50,8 @@ class Volume:
         self.lock = threading.RLock()
         self.runs: dict[str, Run] = {}
         self.objects: Objects | None = None
+        self.left_open: list[tuple[Partition, Segment]] = []
+        """Segments that there was no room to seal at start."""
         self.deleter = Deleter(clock)
         self._next_segment = 0
         self._next_sequence: dict[Path, int] = {}
@@ -281,17 +283,17 @@ class Volume:
             if self.objects is not None:
                 self.objects.released(partition, target, keys)
             elif written:
-                self._delete(target)
+                self._delete(target, partition.disk_bytes)
         return len(partition.trajectories)
 
-    def _delete(self, directory: Path) -> None:
+    def _delete(self, directory: Path, size: int = 0) -> None:
         """Delete a released partition's files; one that names objects is left to the object tier."""
 
         def delete() -> None:
             if directory.exists() and not (directory / RELEASED_OBJECTS).exists():
                 shutil.rmtree(directory)
 
-        self.deleter.submit(directory.name, delete)
+        self.deleter.submit(directory.name, delete, size)
 
     def is_released(self, partition: Partition) -> bool:
         """Whether the catalog has another partition of this name, or none."""
@@ -311,7 +313,10 @@ class Volume:
             partition = self.partition(run, name)
             for segment_path, header, index in segments:
                 found_file = segment_path.stat()
-                partition.load(Segment(self._segment_number(), segment_path, index, found_file.st_size))
+                segment = Segment(self._segment_number(), segment_path, index, found_file.st_size)
+                partition.load(segment)
+                if segment_path.suffix != SEALED_SUFFIX:
+                    self.left_open.append((partition, segment))
                 partition.written_at = max(partition.written_at, found_file.st_mtime)
                 self._next_sequence[path] = header.sequence + 1
             partition.publish_all()

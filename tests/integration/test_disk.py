@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trace_store import repair
 from trace_store.engine import Engine
 from trace_store.errors import StorageFailed, StorageFull, TraceStoreError
 from trace_store.testing.load import RUN, TABLE, broken_promises, check_rows, count
@@ -60,6 +63,43 @@ def test_a_full_disk_refuses_serves_and_works_again_after_a_release(kind: str, m
     assert check_rows(engine, "q", "t", 0, fill_again, include_open=True) == []
     assert check_rows(engine, "other", "kept", 0, 40, include_open=False) == []
     engine.close()
+
+
+def test_a_killed_store_starts_on_a_full_disk_and_seals_what_was_open_once_there_is_room(
+    make_tmpfs: Any, start_load: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repair, "UNSEALED_RETRY_S", 0.1)
+    disk = make_tmpfs("size=3m")
+    ballast = disk / "ballast"
+    load = start_load(disk / "data", "p", 1)
+    load.run_for(0.4)
+    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    load.run_for(0.1)
+    messages = load.kill()
+    assert count(messages, "failed") > 0
+    for _ in range(2):
+        engine = Engine(disk / "data")
+        try:
+            assert broken_promises(engine, "p", messages) == []
+            with pytest.raises(StorageFull):
+                append(engine, "u", 0, 400)
+        finally:
+            engine.close()
+    engine = Engine(disk / "data")
+    try:
+        left = list((disk / "data" / "runs").rglob("*.open"))
+        assert left
+        ballast.unlink()
+        append(engine, "u", 0, 4)  # wakes the writer, which then finds room
+        deadline = time.monotonic() + 30
+        while any(path.exists() for path in left):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert broken_promises(engine, "p", messages) == []
+    finally:
+        engine.close()
 
 
 def test_a_disk_without_inodes_refuses_new_partitions_only(make_tmpfs: Any) -> None:

@@ -25,8 +25,8 @@ class Releases:
     def __init__(self, volume: Volume, store: ObjectStore, view: BucketView, uploader: Uploader) -> None:
         self._volume, self._store, self._view, self._uploader = volume, store, view, uploader
 
-    def start(self, place: Place, directory: Path, keys: list[str]) -> None:
-        """Delete objects, then the directory."""
+    def start(self, place: Place, directory: Path, keys: list[str], size: int = 0) -> None:
+        """Delete objects, then the directory with its ``size`` bytes."""
         self._uploader.forget(place)
         self._view.remove(place, map(_name, keys))
         note = directory / RELEASED_OBJECTS
@@ -37,7 +37,7 @@ class Releases:
             if directory.exists():
                 shutil.rmtree(directory)
 
-        self._volume.deleter.submit(directory.name, delete)
+        self._volume.deleter.submit(directory.name, delete, size)
 
     def start_remote(self, place: Place) -> None:
         """Release a partition that is only in the bucket and not in the catalog."""

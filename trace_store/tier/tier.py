@@ -163,7 +163,7 @@ class ObjectTier:
         return [object_key(place, name) for name in sorted(names.union(self.view.objects(place)))]
 
     def released(self, partition: Partition, directory: Path, keys: list[str]) -> None:
-        self._releases.start(partition_place(partition), directory, keys)
+        self._releases.start(partition_place(partition), directory, keys, partition.disk_bytes)
 
     def release_place(self, place: Place) -> None:
         """Release a partition that is only in the bucket and not in the catalog."""
@@ -276,7 +276,7 @@ class ObjectTier:
             segment.disk_bytes = 0
             self._evicted += 1
             self._evicted_bytes += freed
-        self._volume.deleter.submit(segment.path.name, lambda: segment.path.unlink(missing_ok=True))
+        self._volume.deleter.submit(segment.path.name, lambda: segment.path.unlink(missing_ok=True), freed)
         return freed
 
 
