@@ -4,8 +4,8 @@
 
 Every figure is the median GPU time of one launch out of a CUDA graph of many, over buffers that rotate through more
 than twice the L2 cache where they fit: launch overhead of Python is out, and the cache does not serve what memory
-would. ``of copy`` compares bytes per second with a device-to-device copy of 1 GiB (read plus written) in the same run, ``of
-same`` with a copy that moves as many bytes as the kernel does, which shows what the size itself costs.
+would. ``of copy`` compares bytes per second with a device-to-device copy of 1 GiB (read plus written) in the same run,
+``of same`` with a copy that moves as many bytes as the kernel does, which shows what the size itself costs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trace_kernels import _module, guided_round, quantize, torch_op
+from trace_kernels import _module, discrepancy, guided_round, quantize, torch_op
 from trace_kernels.pack import PackSite, pack_sites
 from trace_store.codebook import FORMATS
 
@@ -177,6 +177,23 @@ def bench_validity(bench: Bench, rows: int, share: float) -> None:
     )
 
 
+def bench_discrepancy(bench: Bench, rows: int, bits: int) -> None:
+    x, one = activations(rows), torch.ones(1, device="cuda")
+    planes, scales = record(rows, "nvfp4", bits)
+    sums = torch.zeros(10, device="cuda", dtype=torch.float64)
+    moved = x.nbytes + planes.nbytes + scales.nbytes
+    bench.measure(
+        f"discrepancy nvfp4 b={bits}",
+        rows,
+        moved,
+        [
+            lambda: discrepancy.discrepancy(
+                x, planes, scales, one, sums=sums, format="nvfp4", bits=bits, stream=stream()
+            )
+        ],
+    )
+
+
 def bench_quantize(bench: Bench, rows: int, fmt: str, bits: int) -> None:
     x = activations(rows)
     scale = torch.full((1,), 0.002, device="cuda") if fmt == "nvfp4" else None
@@ -218,6 +235,14 @@ def bench_gather(bench: Bench, rows: int) -> None:
     site = PackSite(pool, held, planes, out, 1024, "nvfp4", slots=slots)
     moved = rows * (512 + 64 + 128 + 64 + 4)
     bench.measure("pack KV pool by slot b=1", rows, moved, [lambda: pack_sites([site], bits=1, stream=stream())])
+    codes, scales = pool.view(2 * rows, 512), held.view(2 * rows, 64)
+    taken, moved_scales = torch.empty(rows, 512, device="cuda", dtype=torch.uint8), torch.empty_like(out)
+
+    def select() -> None:
+        torch.index_select(codes, 0, slots, out=taken)
+        torch.index_select(scales, 0, slots, out=moved_scales)
+
+    bench.measure("  the same rows by torch.index_select", rows, 2 * rows * (512 + 64 + 4), [select], same=False)
 
 
 def bench_decode(bench: Bench) -> None:
@@ -292,6 +317,8 @@ def run(bench: Bench, quick: bool) -> None:
         bench_rounding(bench, large, "nvfp4", 1, dtype)
     for share in (1.0, 0.5, 0.0):
         bench_validity(bench, large, share)
+    for bits in (1, 4):
+        bench_discrepancy(bench, large, bits)
     bench_decode(bench)
     if quick:
         return

@@ -6,6 +6,8 @@ kernel with the same comparisons. All follow the arithmetic of ``trace_store.cod
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -13,15 +15,25 @@ import triton.language as tl
 _GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
+@cache
+def _on(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The grid and the bit numbers, made before a graph captures their use."""
+    return torch.tensor(_GRID, device=device), torch.arange(8, device=device, dtype=torch.uint8)
+
+
 def eager_guided(x: torch.Tensor, planes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """x [T, W] bfloat16 with planes uint8 [T, 1, W / 8] and E4M3 scales uint8 [T, W / 16]."""
+    return _guide(x, planes, scales, *_on(x.device))
+
+
+def _guide(
+    x: torch.Tensor, planes: torch.Tensor, scales: torch.Tensor, grid: torch.Tensor, shifts: torch.Tensor
+) -> torch.Tensor:
     rows, width = x.shape
-    grid = torch.tensor(_GRID, device=x.device)
     s = scales.view(torch.float8_e4m3fn).float()
     z = (x.float().view(rows, -1, 16) * (1.0 / s)[:, :, None]).view(rows, width)
     a = z.abs()
     lower = sum((a >= v).to(torch.int8) for v in _GRID[1:7])
-    shifts = torch.arange(8, device=x.device, dtype=torch.uint8)
     bit = ((planes[:, 0, :, None] >> shifts) & 1).view(rows, width)
     band = (bit == 1) & (((lower == 4) & (a < 2.25)) | ((lower == 6) & (a < 4.5)))
     inside = (a > grid[lower.long()]) | (lower == 0)
@@ -30,7 +42,14 @@ def eager_guided(x: torch.Tensor, planes: torch.Tensor, scales: torch.Tensor) ->
     return torch.where(x == 0, 0.0, torch.copysign(y.view(rows, width), z)).to(x.dtype)
 
 
-compiled_guided = torch.compile(eager_guided)
+@torch.compile
+def _compiled(x: torch.Tensor, planes: torch.Tensor, scales: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
+    return _guide(x, planes, scales, *tables)
+
+
+def compiled_guided(x: torch.Tensor, planes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """As ``eager_guided``, compiled."""
+    return _compiled(x, planes, scales, *_on(x.device))
 
 
 @triton.jit
@@ -51,7 +70,8 @@ def _guided(x_ptr, y_ptr, planes_ptr, scales_ptr, count, SIZE: tl.constexpr):  #
     low = tl.where(a >= 2.0, 2.0, tl.where(a >= 1.5, 1.5, low))
     low = tl.where(a >= 4.0, 4.0, tl.where(a >= 3.0, 3.0, low))
     v = tl.maximum(low, tl.where(bit == 1, odd, even)) * s
-    y = tl.where(x == 0.0, 0.0, tl.where(z < 0.0, -v, v))
+    # A product, because Triton negates by subtracting from 0, which loses the sign of a zero.
+    y = tl.where(x == 0.0, 0.0, v * tl.where(z < 0.0, -1.0, 1.0))
     tl.store(y_ptr + offsets, y.to(tl.bfloat16), mask=inside)
 
 

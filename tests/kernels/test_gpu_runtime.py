@@ -56,7 +56,7 @@ def test_waits_for_the_producer_on_a_side_stream() -> None:
     assert wrong.item() == 0
 
 
-def test_launches_stay_on_the_callers_stream() -> None:
+def test_a_launch_does_not_wait_for_the_gpu() -> None:
     args = inputs(256, 1024)
     rounded(args)
     torch.cuda.synchronize()
@@ -66,7 +66,7 @@ def test_launches_stay_on_the_callers_stream() -> None:
         rounded(args)
         pending = torch.cuda.Event()
         pending.record()
-    assert not pending.query(), "the launch did not queue behind the work of its stream, or it synchronised"
+    assert not pending.query(), "the launch waited for earlier work of its stream"
     torch.cuda.synchronize()
 
 

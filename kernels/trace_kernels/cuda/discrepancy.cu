@@ -46,32 +46,34 @@ TS_FN ts_u32 record_bits(const Comparing& p, ts_u32 row, ts_u32 column, int i) {
 #endif
 }
 
-TS_FN int index_of(float v) { return (int)(e2m1::bits_of(e2m1::nearest_magic(v)) & 7u); }
 TS_FN float square(float f) { return e2m1::multiply(f, f); }
 
 TS_FN void compare_element(float x, float s, float inv, ts_u32 code, const float* table, Sums& sums) {
   if (!e2m1::finite(x)) return;
   float z = e2m1::is_zero(x) ? 0.0f : e2m1::multiply(x, inv);
-  float a = e2m1::capped(z), none = e2m1::is_zero(x) ? 0.0f : 1.0f;
-  ts_u32 entry = e2m1::place_offset(a) / 4;
-  if (none != 0.0f && entry == 0) entry = e2m1::BETWEEN;
+  ts_u32 entry = e2m1::place_offset(e2m1::capped(z)) / 4;
+  if (!e2m1::is_zero(x) && entry == 0) entry = e2m1::BETWEEN;
   float guided = table[e2m1::record_for(code, z, TS_BITS) * e2m1::STRIDE + entry];
-  float nearest = e2m1::multiply(e2m1::nearest_magnitude(e2m1::magnitude(z)), none);
-  int n = index_of(nearest), g = index_of(guided);
+  float magic = e2m1::nearest_magic(e2m1::magnitude(z)), nearest = e2m1::magnitude_of_magic(magic);
+  // The nearest codeword is an end of the bracket, and so is the guided one: they are equal or neighbours.
+  int n = (int)(e2m1::bits_of(magic) & 7u), g = n + (guided > nearest) - (guided < nearest);
   // The reference, on z's side of zero: the recorded codeword where the record has it whole, else the guided one.
   int r = g;
-  bool left, flipped = false;
+  float reference = guided;
+  bool mismatched, left, flipped = false;
 #if TS_BITS == 4
   int k = (int)(code & 7u);
   bool opposite = (code >> 3) != (e2m1::bits_of(z) >> 31);
-  r = opposite ? -k : k;
   flipped = opposite && k != 0;
+  r = opposite ? -k : k;
+  float v = e2m1::magnitude_of_magic(e2m1::of_bits(0x4B000000u + (ts_u32)k));
+  reference = opposite ? -v : v;
   left = g != r;
-  bool mismatched = n != r;
+  mismatched = n != r;
 #else
   const ts_u32 mask = (1u << TS_BITS) - 1u;
   left = ((ts_u32)g & mask) != code;
-  bool mismatched = ((ts_u32)n & mask) != code;
+  mismatched = ((ts_u32)n & mask) != code;
 #endif
   sums.count[0] += 1;
   sums.count[1] += mismatched;
@@ -80,11 +82,6 @@ TS_FN void compare_element(float x, float s, float inv, ts_u32 code, const float
   sums.count[4] += g < n;
   sums.count[5] += left;
   sums.count[6] += flipped;
-  float reference = guided;
-#if TS_BITS == 4
-  float v = e2m1::magnitude_of_magic(e2m1::of_bits(0x4B000000u + (ts_u32)abs(r)));
-  reference = r < 0 ? -v : v;
-#endif
   sums.square[0] += square((nearest - reference) * s);
   sums.square[1] += square((guided - reference) * s);
   sums.square[2] += square(e2m1::magnitude(x) - guided * s);
