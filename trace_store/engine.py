@@ -22,12 +22,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from trace_store.catalog import Partition, Run
 from trace_store.chunk import Chunk
 from trace_store.commands import AppendCommand, AppendResult, ReleaseCommand, RollCommand, SealCommand
 from trace_store.errors import InvalidRequest, StorageFailed
 from trace_store.explain import explain
-from trace_store.fetch import OpenSegment
+from trace_store.fetch import OpenSegment, byte_ranges
 from trace_store.gate import DiskGate
 from trace_store.keeper import Keeper, RetentionCounts
 from trace_store.limits import SPANS_MAX, TOKENS_MAX
@@ -45,6 +47,7 @@ from trace_store.record import (
 )
 from trace_store.retention import Limits
 from trace_store.shard import Shard
+from trace_store.storage.ahead import ReadAhead
 from trace_store.storage.s3 import ObjectStore
 from trace_store.tier.tier import ObjectTier, TierStatus
 from trace_store.volume import Volume
@@ -299,6 +302,14 @@ class Engine:
     def _partition(self, run: str, partition: str) -> Partition:
         return self._volume.partition(self._volume.run(run), check_name(partition, "partition"))
 
+    def _ahead(self, segment: OpenSegment, plan: ReadPlan, number: int) -> OpenSegment:
+        """The segment; one that is read over the network is read ahead of the plan."""
+        if self._tier is None or not segment.source.shape.remote:
+            return segment
+        rows = np.unique(plan.row[plan.segment == number])
+        ranges = byte_ranges(segment.index.rows[rows])
+        return replace(segment, source=ReadAhead(segment.source, ranges, self._tier.read_pool))
+
     def _lease(self, partition: Partition | None, plan: ReadPlan, spans: Sequence[TokenSpan]) -> Read:
         """Open the segments of a plan. Wants the lock held."""
         if partition is None:
@@ -307,7 +318,7 @@ class Engine:
         spares: dict[int, OpenSegment] = {}
         for number in sorted(set(plan.segment.tolist())):
             try:
-                leased[number] = self._volume.lease(partition, number)
+                leased[number] = self._ahead(self._volume.lease(partition, number), plan, number)
             except StorageFailed:
                 for segment in leased.values():
                     segment.source.close()

@@ -78,7 +78,7 @@ def fetch(plan: ReadPlan, segments: Mapping[int, OpenSegment]) -> Iterator[Slice
             yield from _fetch_segment(plan, segment, positions, rows)
             continue
         for low, high in _round_trips(rows):
-            source = Prefetched(segment.source, _ranges(rows[low:high]))
+            source = Prefetched(segment.source, byte_ranges(rows[low:high]))
             yield from _fetch_segment(plan, replace(segment, source=source), positions[low:high], rows[low:high])
 
 
@@ -176,7 +176,7 @@ def _read_one(segment: OpenSegment, first: int, end: int) -> memoryview | Storag
     return part
 
 
-def _ranges(rows: npt.NDArray[np.void]) -> list[Range]:
+def byte_ranges(rows: npt.NDArray[np.void]) -> list[Range]:
     """Byte ranges of all columns of some rows, for one round trip."""
     ranges: list[Range] = []
     for prefix in _PREFIXES:

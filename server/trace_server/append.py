@@ -49,6 +49,7 @@ class AppendStream:
             MESSAGES_UNANSWERED_MAX
         )
         self._reader: asyncio.Task[None] | None = None
+        self._stopped = False
         self._run = self._partition = self._durability = ""
         self._table: tuple[Site, ...] = ()
 
@@ -62,6 +63,9 @@ class AppendStream:
         yield service_pb2.AppendResponse(credit_bytes=CREDIT_BYTES).SerializeToString()
         self._metrics.streams.inc()
         self._reader = reader = asyncio.create_task(self._read(requests))
+        reader.add_done_callback(self._end_unstarted)
+        if self._stopped:
+            reader.cancel()
         try:
             while (pending := await self._pending.get()) is not None:
                 if isinstance(pending, TraceStoreError):
@@ -99,13 +103,20 @@ class AppendStream:
         except TraceStoreError as error:
             await self._pending.put(error)
         except asyncio.CancelledError:
-            await self._pending.put(Unavailable("the server is stopping; repeat what was not answered"))
+            await self._pending.put(_stopping())
         except Exception as error:  # without an end the client would wait for ever
             log.exception("append stream failed")
             await self._pending.put(TraceStoreError(f"the append stream failed, cause={error!r}"))
 
+    def _end_unstarted(self, reader: asyncio.Task[None]) -> None:
+        """A task that is cancelled before its first step runs none of its code, and puts no end."""
+        if reader.cancelled():
+            with suppress(asyncio.QueueFull):
+                self._pending.put_nowait(_stopping())
+
     def stop(self) -> None:
         """Take no more messages; what was taken is still answered, then the stream ends with Unavailable."""
+        self._stopped = True
         if self._reader is not None:
             self._reader.cancel()
 
@@ -169,3 +180,7 @@ class AppendStream:
         self._metrics.append_records.labels("stored").inc(result.stored)
         self._metrics.append_records.labels("duplicate").inc(result.duplicates)
         return service_pb2.AppendResponse(sequence=sequence, stored=result.stored, duplicates=result.duplicates)
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the server is stopping; repeat what was not answered")

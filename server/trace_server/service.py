@@ -101,13 +101,14 @@ class TraceStoreService:
         sites = await asyncio.to_thread(self._engine.find, check_name(request.run, "run"))
         return service_pb2.DescribeRunResponse(sites=[wire.site_to_wire(site) for site in sites])
 
-    async def append(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def append(self, requests: AsyncIterator[bytes], context: Any) -> None:
+        """No generator: gRPC would write outside of it, where an interruption could not be turned into a status."""
         stream = AppendStream(self._engine, self._budget, self._metrics, self._arenas)
         self._streams.add(stream)
         try:
             async with aclosing(stream.answers(requests)) as answers:
                 async for answer in answers:
-                    yield answer
+                    await context.write(answer)
         except TraceStoreError as error:
             await self._refuse(context, error)
         except asyncio.CancelledError:

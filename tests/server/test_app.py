@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -21,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 import trace_client
-from trace_server.app import prepare_unix_path
+from trace_server.app import GRACE_S, prepare_unix_path
 from trace_store.errors import InvalidRequest, StorageFailed, TraceStoreError
 from trace_store.wire import SERVICE
 
@@ -51,16 +52,20 @@ def append_until_refused(writer: Any, records: Any) -> None:
         writer.flush()
 
 
-def test_sigterm_ends_open_streams_at_once(new_server: Any, sites: Any, records: Any) -> None:
+def test_sigterm_ends_open_streams_at_once(
+    new_server: Any, sites: Any, records: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Writers keep a stream open for as long as they live; a stop must not wait for them."""
+    monkeypatch.setattr("trace_client.writer.RESUME_TIMEOUT_S", 0.1)  # it does not come back
     server = new_server().start()
     with trace_client.connect(server.address) as client:
         client.register("r", sites)
         writer = client.writer("r", "p")
         writer.append("t", 0, records(4))
         writer.flush()
-        os.kill(server.pid, signal.SIGTERM)
-        assert server.wait() == 0
+        started = time.monotonic()
+        assert server.terminate() == 0
+        assert time.monotonic() - started < GRACE_S, "the grace period is not spent on the writer"
         with pytest.raises(TraceStoreError) as caught:
             append_until_refused(writer, records)
         assert caught.value.retryable

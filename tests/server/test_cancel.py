@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 import trace_client
 from trace_server.app import Listen, Server
+from trace_store import wire
 from trace_store.engine import Engine
+from trace_store.v1 import record_pb2
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 
 class InProcess:
@@ -44,20 +49,29 @@ class InProcess:
         self._thread.join(20)
         assert not self._thread.is_alive()
 
+    def settled(self) -> bool:
+        """Whether a stream's handler waits for something to answer, its opening sent."""
+
+        async def run() -> bool:
+            await asyncio.sleep(0.02)
+            return any("AppendStream._read" in name(task) for task in asyncio.all_tasks())
+
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
     def cancel(self, which: str) -> int:
         """Cancel the tasks of calls in progress whose coroutine's name holds ``which``; how many."""
 
         async def run() -> int:
-            tasks = [
-                task
-                for task in asyncio.all_tasks()
-                if task not in self.own and which in getattr(task.get_coro(), "__qualname__", "")
-            ]
+            tasks = [task for task in asyncio.all_tasks() if task not in self.own and which in name(task)]
             for task in tasks:
                 task.cancel()
             return len(tasks)
 
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+
+
+def name(task: asyncio.Task[Any]) -> str:
+    return getattr(task.get_coro(), "__qualname__", "")
 
 
 @pytest.fixture
@@ -67,28 +81,29 @@ def inside(tmp_path: Path) -> Iterator[InProcess]:
 
 
 @pytest.mark.parametrize("which", ["AppendStream._read", "_handle_exceptions"])
-def test_a_cancelled_task_of_a_stream_is_a_status_at_once(
-    inside: InProcess, sites: Any, records: Any, which: str
-) -> None:
-    with trace_client.connect(f"127.0.0.1:{inside.server.port}") as client:
+def test_a_cancelled_task_of_a_stream_is_a_status_at_once(inside: InProcess, sites: Any, which: str) -> None:
+    address = f"127.0.0.1:{inside.server.port}"
+    with trace_client.connect(address) as client:
         client.register("r", sites)
-        writer = client.writer("r", "p")
-        writer.append("t", 0, records(4))
-        writer.flush()
-        stream = writer._stream
-        assert inside.cancel(which) >= 1
+    requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    requests.put(wire.append_open_frame("r", "p", "synced"))
+    with grpc.insecure_channel(address) as channel:
+        call = channel.stream_stream(f"/{wire.SERVICE}/Append")(iter(requests.get, None), timeout=30)
+        assert service_pb2.AppendResponse.FromString(next(call)).credit_bytes > 0
+        wait_until(lambda: inside.settled())
+        assert inside.cancel(which) == 1
         started = time.monotonic()
-        append_until_broken(writer, stream, records)
-        assert time.monotonic() - started < 1.0
-        assert stream.broken.retryable
-        receipt = writer.seal("t", tokens=4_001, prompt_tokens=0, allow_holes=True)
-        assert not [hole for hole in receipt.holes if hole[1] < 8], "the writer sent again what had no answer"
+        with pytest.raises(grpc.RpcError) as caught:
+            next(call)
+        requests.put(None)
+    assert time.monotonic() - started < 1.0
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    detail = dict(caught.value.trailing_metadata())[wire.ERROR_METADATA_KEY]
+    assert record_pb2.ErrorDetail.FromString(detail).type == "Unavailable"
 
 
-def append_until_broken(writer: Any, stream: Any, records: Any) -> None:
-    for start in range(4, 4_000, 4):
-        writer.append("t", start, records(4, seed=start))
-        writer.flush()
-        if stream.broken is not None:
-            return
-    pytest.fail("the stream goes on as if nothing had happened")
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)

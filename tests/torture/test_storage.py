@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-KILLS, CUTS, FLIPS, STATEFUL_EXAMPLES, STATEFUL_STEPS = 500, 50, 10_000, 400, 50
+KILLS, SERVER_KILLS, CUTS, FLIPS = 500, 40, 50, 10_000
+STATEFUL_EXAMPLES, STATEFUL_STEPS = 400, 50
 
 
 def test_kills_at_random_moments(tmp_path: Path, module: Any, start_load: Any, report: Any) -> None:
@@ -36,6 +37,14 @@ def test_kills_at_every_boundary_of_recovery(tmp_path: Path, module: Any, spawn:
         for place in kill.boundaries(calls)[::4]
     )
     report(f"kills inside recovery={kills} broken=0")
+
+
+def test_kills_of_a_server_under_clients(
+    module: Any, new_server: Any, report: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trace_client.writer.RESUME_TIMEOUT_S", 0.2)
+    held = module("integration/test_server_kill.py").kill_under_clients(new_server(), random.Random(6), SERVER_KILLS)
+    report(f"kills of a server under three clients={SERVER_KILLS} receipts held={held} broken=0")
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])

@@ -39,11 +39,11 @@ class Prefetched:
         joined = join_ranges(ranges, source.shape)
         self._starts = [start for start, _ in joined]
         self._parts: list[memoryview] = []
-        self._failure: StorageFailed | None = None
+        self.failure: StorageFailed | None = None
         try:
             self._parts = source.read_ranges(joined)
         except StorageFailed as error:
-            self._failure = error
+            self.failure = error
 
     def size(self) -> int:
         return self._source.size()
@@ -66,8 +66,8 @@ class Prefetched:
         self._parts = []
 
     def _find(self, offset: int) -> tuple[memoryview, int]:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
         position = bisect_right(self._starts, offset) - 1
         if position >= 0:
             place = offset - self._starts[position]

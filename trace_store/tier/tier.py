@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,9 @@ log = logging.getLogger("trace_store.tier")
 REFRESH_S = 30.0
 """How often the whole bucket is listed: new segments of loaded partitions appear, released ones vanish, at most this
 late. 1,000 names a request, so 10,000 segments are 10 requests."""
+
+READ_THREADS = 16
+"""Round trips of all reads at once, of up to 8 MiB each."""
 
 RELIST_S = 2.0
 """A read that misses lists its partition again at most this often."""
@@ -97,6 +101,7 @@ class ObjectTier:
         self.view.refresh()
         self.loader = Loader(volume, self.view)
         self.cache = LocalCache(volume, store)
+        self.read_pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="trace-store-ahead")
         self._uploader = Uploader(store, self.capabilities.create_once, clock)
         self._releases = Releases(volume, store, self.view, self._uploader)
         self._follower = Follower(volume, self.view, self.loader, identity)
@@ -126,6 +131,7 @@ class ObjectTier:
         self._uploader.close()
         self.loader.close()
         self.cache.close()
+        self.read_pool.shutdown(wait=True, cancel_futures=True)
 
     def status(self) -> TierStatus:
         """State now."""
