@@ -124,6 +124,11 @@ def _plan_span(
             piece[5], piece[6] = span.dest_row + first - span.start, number
             pieces.append(piece)
             earlier.append((first, last))
+    if len(held) == 1:
+        group, spans = next(iter(held.items()))
+        # The usual span: one site set that has all wanted sites, and no gaps. Sixty sites need not be looked at.
+        if len(selections[group][1]) == len(sites) and not gaps(spans, span.start, span.stop):
+            return
     _find_gaps(number, span, held, sites, missing)
 
 
