@@ -166,6 +166,7 @@ class Shard:
                 self._fail(command, StorageFailed(f"internal error, cause={error!r}"))
             finally:
                 self._leave_queue(command)
+                del command  # while it waits for the next one, the thread must not hold a dropped arena's memory
 
     def _take(self) -> Command | None:
         """The next command, or None at the end. Looks after idle and broken segments between commands."""

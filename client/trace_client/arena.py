@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trace_store.arena import ARENA_BYTES_MAX, PAGE_BYTES, SECRET_BYTES, arena_directory, is_arena_name
-from trace_store.errors import DeadlineExceeded, InvalidRequest, TraceStoreError, Unsupported
+from trace_store.errors import DeadlineExceeded, InvalidRequest, TraceStoreError, Unavailable, Unsupported
 from trace_store.record import check_int
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
@@ -91,12 +91,15 @@ class Arenas:
 
         Raises:
             Unsupported: there is none, and the mode is ``required``.
+            Unavailable: the server went away.
         """
         if not self.usable:
             return None
         check_int(size, "arena_bytes", PAGE_BYTES, ARENA_BYTES_MAX)
         try:
             arena = self._attach(size)
+        except Unavailable:
+            raise  # the server is away; that says nothing about arenas
         except TraceStoreError as error:
             self.reason = f"no arena: {error}"
             # A server that is merely out of memory may have some for the next caller.

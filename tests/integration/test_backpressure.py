@@ -1,0 +1,348 @@
+"""Slow disks, slow readers, dying clients and servers: memory stays bounded, nobody hangs, nothing is half there.
+
+The long versions are in tests/torture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import trace_client
+from trace_client import stream as stream_module
+from trace_server.app import Listen, Server
+from trace_store import Site, wire
+from trace_store.engine import Engine
+from trace_store.errors import DeadlineExceeded
+from trace_store.segment import writer as segment_writer
+from trace_store.v1 import record_pb2
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
+
+MIB = 1 << 20
+
+WIDE = Site(0, "moe_in", 8192, form="full")
+"""4,608 bytes a token: a few hundred tokens fill a message."""
+
+
+def wide_rows(tokens: int, seed: int = 0) -> dict[Site, Any]:
+    random = np.random.default_rng(seed)
+    return {
+        WIDE: (
+            random.integers(0, 256, (tokens, 4096), np.uint8),
+            random.integers(0, 0x7F, (tokens, 512), np.uint8),
+            np.float32(1),
+        )
+    }
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident memory that is the process's own: what it shares with clients is theirs to bound."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def wait_until(condition: Any, seconds: float = 20.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.005)
+
+
+class GatedServer:
+    """A server in this process whose disk stops at a gate."""
+
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        write = segment_writer._write_all
+
+        def gated(*arguments: Any) -> int:
+            self.gate.wait()
+            return write(*arguments)
+
+        patch.setattr(segment_writer, "_write_all", gated)
+        self._directory, self._ready = directory, threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    async def _main(self) -> None:
+        self.engine = Engine(self._directory)
+        self._server = Server(self.engine, Listen("127.0.0.1:0"))
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        await self._server.start()
+        self.address = f"127.0.0.1:{self._server.port}"
+        self._ready.set()
+        await self._stop.wait()
+        await self._server.stop()
+
+    def close(self) -> None:
+        self.gate.set()
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@pytest.fixture
+def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedServer]:
+    server = GatedServer(tmp_path, monkeypatch)
+    yield server
+    server.close()
+
+
+def is_serving(address: str, timeout_s: float) -> bool:
+    with grpc.insecure_channel(address) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+class TestStuckDisk:
+    @pytest.mark.parametrize(("arena", "bound"), [("off", 32 * MIB), ("required", 16 * MIB)])
+    @pytest.mark.parametrize("durability", ["memory", "written"])
+    def test_the_producer_waits_within_its_bound_and_loses_nothing(
+        self, gated: GatedServer, monkeypatch: pytest.MonkeyPatch, arena: str, bound: int, durability: str
+    ) -> None:
+        if durability == "memory" and arena == "off":
+            bound += 64 * MIB + 4 * MIB  # answered from the server's queue, and what gRPC holds on the way there
+        with trace_client.connect(gated.address, arena=arena, arena_bytes=16 * MIB) as client:
+            client.register("r", [WIDE])
+            writer = client.writer("r", "p", durability)
+            writer.append("t", 0, wide_rows(200))
+            writer.flush()
+            gated.gate.clear()
+            done = threading.Event()
+
+            def append_all() -> None:
+                for number in range(1, 160):
+                    writer.append("t", 200 * number, wide_rows(200, number))
+                done.set()
+
+            producer = threading.Thread(target=append_all)
+            producer.start()
+            before = -1
+            while before != (before := writer.sent_bytes) or before < bound // 2:
+                assert not done.wait(0.3), "160 appends of 0.9 MiB do not fit"
+            assert writer.sent_bytes <= bound + 2 * MIB
+            assert is_serving(gated.address, 1.0), "health answers while the disk is stuck"
+            gated.gate.set()
+            producer.join(60)
+            assert done.is_set()
+            writer.seal("t", tokens=32_001, prompt_tokens=0)
+            batch = client.reader("r", "p").read([("t", 31_800, 32_000)])
+            assert (batch.planes[WIDE] == wide_rows(200, 159)[WIDE][0]).all()
+
+    def test_a_deadline_shorter_than_the_write_is_typed_and_the_retry_finds_it_done(
+        self, gated: GatedServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with trace_client.connect(gated.address) as client:
+            client.register("r", [WIDE])
+            writer = client.writer("r", "p")
+            writer.append("t", 0, wide_rows(10))
+            writer.flush()
+            gated.gate.clear()
+            request = service_pb2.SealRequest(run="r", partition="p", trajectory="t", tokens=11, prompt_tokens=0)
+            with pytest.raises(DeadlineExceeded):
+                client._channel.call("Seal", request, timeout_s=0.2)
+            monkeypatch.setattr(stream_module, "ANSWER_TIMEOUT_S", 0.2)
+            writer.append("u", 0, wide_rows(10))
+            with pytest.raises(DeadlineExceeded):
+                writer.flush()
+            monkeypatch.setattr(stream_module, "ANSWER_TIMEOUT_S", 30)
+            gated.gate.set()
+            assert writer.seal("t", tokens=11, prompt_tokens=0).tokens == 11
+            writer.append("u", 0, wide_rows(10))
+            writer.seal("u", tokens=11, prompt_tokens=0)
+            assert client.status()["records"] == 2, "one copy of each"
+
+
+@pytest.fixture(scope="module")
+def backlog(server: Any) -> tuple[str, list[tuple[str, int, int]]]:
+    """A sealed backlog of 92 MiB in the module's server: run name and spans."""
+    with trace_client.connect(server.address) as client:
+        client.register("backlog", [WIDE])
+        with client.writer("backlog", "p", "written") as writer:
+            for number in range(10):
+                writer.append(f"t{number}", 0, wide_rows(2000, number))
+                writer.seal(f"t{number}", tokens=2001, prompt_tokens=0)
+    return "backlog", [(f"t{number}", 0, 2000) for number in range(10)]
+
+
+def open_read(channel: Any, run: str, spans: list[tuple[str, int, int]]) -> Any:
+    request = service_pb2.ReadRequest(
+        run=run,
+        partition="p",
+        sites=[0],
+        spans=[
+            record_pb2.TokenSpan(trajectory=name, start=start, stop=stop, dest_row=2000 * number)
+            for number, (name, start, stop) in enumerate(spans)
+        ],
+    )
+    return channel.unary_stream(f"/{wire.SERVICE}/Read")(request.SerializeToString())
+
+
+class TestReaders:
+    def test_a_slow_reader_costs_the_server_a_few_messages(self, server: Any, backlog: Any) -> None:
+        run, spans = backlog
+        options = [("grpc.max_receive_message_length", 17 * MIB), ("grpc.http2.lookahead_bytes", 64 << 10)]
+        with trace_client.connect(server.address, arena="off") as client:
+            placed = [(name, start, stop, 2000 * number) for number, (name, start, stop) in enumerate(spans)]
+            client.reader(run, "p").read(placed)  # what one reader needs is there
+            before = rss_bytes(server.pid)
+            with grpc.insecure_channel(server.address, options) as channel:
+                calls = [open_read(channel, run, spans) for _ in range(4)]
+                for call in calls:
+                    next(call)
+                started = time.monotonic()
+                assert not client.reader(run, "p").read(placed).missing
+                assert time.monotonic() - started < 10, "other readers keep their speed"
+                for _ in range(3):  # a message a call and round, of some ninety that wait
+                    for call in calls:
+                        next(call)
+                    assert rss_bytes(server.pid) - before < 4 * 12 * MIB
+                for call in calls:
+                    call.cancel()
+
+    def test_cancelled_reads_give_back_their_files(self, server: Any, backlog: Any) -> None:
+        run, spans = backlog
+        descriptors = Path(f"/proc/{server.pid}/fd")
+
+        def open_segments() -> int:
+            links = [os.readlink(entry) for entry in descriptors.iterdir() if entry.is_symlink()]
+            return sum(link.endswith((".arrow", ".open")) for link in links)
+
+        before = open_segments()
+        with grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", 17 * MIB)]) as channel:
+            for _ in range(5):
+                call = open_read(channel, run, spans)
+                next(call)
+                call.cancel()
+        wait_until(lambda: open_segments() <= before)
+
+    @pytest.mark.parametrize("arena", ["required", "off"])
+    def test_health_answers_while_bulk_runs(self, server: Any, backlog: Any, arena: str) -> None:
+        run, spans = backlog
+        placed = [(name, start, stop, 2000 * number) for number, (name, start, stop) in enumerate(spans)]
+        with trace_client.connect(server.address, arena=arena) as client:
+            stopping = threading.Event()
+
+            def bulk() -> None:
+                reader, turn = client.reader(run, "p"), 0
+                with client.writer(run, f"bulk-{arena}", "written") as writer:
+                    while not stopping.is_set():
+                        reader.read(placed)
+                        for _ in range(20):
+                            writer.append(f"b{turn}", 0, wide_rows(400))
+                            turn += 1
+
+            load = threading.Thread(target=bulk)
+            load.start()
+            took = []
+            with grpc.insecure_channel(server.address) as channel:
+                health = health_pb2_grpc.HealthStub(channel)
+                for _ in range(40):
+                    started = time.monotonic()
+                    health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                    took.append(time.monotonic() - started)
+                    stopping.wait(0.02)
+            stopping.set()
+            load.join()
+            client.release(run, f"bulk-{arena}")
+        assert sorted(took)[len(took) // 2] < 0.1
+        assert max(took) < 1.0
+
+
+class TestClientsThatDie:
+    def test_killed_in_mid_append_nothing_is_half_there_and_its_arena_is_gone(self, new_server: Any) -> None:
+        server = new_server().start()
+        code = (
+            "import sys, numpy as np, trace_client\n"
+            "from trace_store import Site\n"
+            "site = Site(0, 'moe_in', 8192, form='full')\n"
+            "client = trace_client.connect(sys.argv[1], arena='required')\n"
+            "writer = client.writer('r', 'p', 'memory')\n"
+            "rows = (np.zeros((400, 4096), np.uint8), np.zeros((400, 512), np.uint8), 1.0)\n"
+            "for number in range(10**6):\n"
+            "    writer.append(f't{number}', 0, {site: rows})\n"
+            "    if number == 20: print('going', flush=True)\n"
+        )
+        with trace_client.connect(server.address) as client:
+            client.register("r", [WIDE])
+            child = subprocess.Popen([sys.executable, "-c", code, server.address], stdout=subprocess.PIPE)
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"going\n"
+            child.kill()
+            child.wait()
+            child.stdout.close()
+            maps = Path(f"/proc/{server.pid}/maps")
+            wait_until(lambda: maps.read_text().count("trace-store-") == 0)
+            assert not list(Path("/dev/shm").glob("trace-store-*"))
+            wait_until(lambda: client.status()["queued_bytes"] == 0)
+            names = [entry.name for entry in client.list("r", "p")]
+            assert len(names) >= 20
+            spans = [(name, 0, 400, 400 * number) for number, name in enumerate(names)]
+            batch = client.reader("r", "p").read(spans, include_open=True)
+            whole = batch.valid[WIDE].reshape(-1, 400)
+            assert (whole.all(axis=1) | ~whole.any(axis=1)).all()
+            assert not [rows for rows in batch.missing if rows.reason == "data loss"]
+
+    def test_a_hundred_idle_channels_cost_little(self, server: Any) -> None:
+        before = rss_bytes(server.pid)
+        channels = []
+        for number in range(100):
+            options = [("grpc.use_local_subchannel_pool", 1), ("grpc.primary_user_agent", f"idle-{number}")]
+            channels.append(grpc.insecure_channel(server.address, options))
+        for channel in channels:
+            grpc.channel_ready_future(channel).result(10)
+        assert rss_bytes(server.pid) - before < 100 * MIB // 2
+        assert is_serving(server.address, 1.0)
+        for channel in channels:
+            channel.close()
+
+
+class TestServerRestarts:
+    @pytest.mark.parametrize("arena", ["required", "off"])
+    def test_killed_and_started_again_under_load_the_writer_goes_on(self, new_server: Any, arena: str) -> None:
+        server = new_server().start()
+        appends = 60
+        with trace_client.connect(server.address, arena=arena) as client:
+            client.register("r", [WIDE])
+            writer = client.writer("r", "p")
+            halfway = threading.Event()
+            failures: list[BaseException] = []
+
+            def append_all() -> None:
+                try:
+                    for number in range(appends):
+                        writer.append("t", 100 * number, wide_rows(100, number))
+                        if number == appends // 3:
+                            halfway.set()
+                    writer.seal("t", tokens=100 * appends + 1, prompt_tokens=0)
+                except BaseException as error:
+                    failures.append(error)
+
+            producer = threading.Thread(target=append_all)
+            producer.start()
+            assert halfway.wait(30)
+            os.kill(server.pid, signal.SIGSTOP)  # so that some of it is surely unanswered
+            server.kill()
+            server.start()
+            producer.join(60)
+            assert not failures, failures
+            assert client.status()["records"] == appends, "nothing lost, nothing twice"
+            batch = client.reader("r", "p").read([("t", 0, 100 * appends)])
+            expected = np.concatenate([wide_rows(100, number)[WIDE][0] for number in range(appends)])
+            assert (batch.planes[WIDE] == expected).all()
+            assert writer.stored + writer.duplicates >= 1
