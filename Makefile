@@ -38,14 +38,22 @@ typecheck: $(STAMP)
 test: lint typecheck
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --durations 15
 
-test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu tests/kernels
+# The machine's own Python, since CuPy and a CUDA build of torch are not in the development environment.
+GPU_PATH := PYTHONPATH=.:kernels:server:client
+SANITIZED := (layouts and 130-48) or (rounding_equals and bfloat16 and nvfp4) or (natively and bfloat16) \
+	or record_rows or sglang_pool or vllm or disguised or discrepancy
+test-gpu:
+	$(GPU_PATH) $(PYTHON) -m pytest -m gpu tests/kernels
+	@command -v compute-sanitizer >/dev/null || exit 0; for tool in memcheck racecheck initcheck synccheck; do \
+	  echo "== compute-sanitizer $$tool"; \
+	  $(GPU_PATH) compute-sanitizer --tool $$tool --error-exitcode 1 $(PYTHON) -m pytest -q -m gpu \
+	    tests/kernels -k "$(SANITIZED)" || exit 1; done
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench
 
 torture: $(STAMP)
-	$(BIN)/python -m pytest tests/torture
+	TRACE_STORE_TORTURE=1 $(BIN)/python -m pytest --timeout 3600 tests/torture
 
 proto: $(STAMP)
 	cd proto && ../$(BIN)/buf lint && ../$(BIN)/protoc -I. --python_out=.. --pyi_out=.. trace_store/v1/*.proto

@@ -246,7 +246,8 @@ def _tensor_scale(value: Any, site: Site, tokens: int) -> npt.NDArray[np.float32
         raise InvalidRequest(
             f"tensor_scale must be float32, site={site.name} dtype={array.dtype}", argument="tensor_scale"
         )
-    array = np.ascontiguousarray(array, dtype=np.float32).reshape(-1)
+    with np.errstate(over="ignore"):  # a double beyond float32 becomes inf, which is refused below
+        array = np.ascontiguousarray(array, dtype=np.float32).reshape(-1)
     if array.size not in (1, tokens):
         raise InvalidRequest(
             f"tensor_scale must hold 1 or T values, site={site.name} values={array.size} tokens={tokens}",

@@ -1,4 +1,4 @@
-"""Every command of deploy/README.md is run or parsed here or run in test_image, and every option and metric that it names exists."""
+"""Every command of deploy/README.md is run or parsed here, or run in test_image; options and metrics it names exist."""
 
 from __future__ import annotations
 
