@@ -94,11 +94,11 @@ def _measure(
         paths.append(LocalWrite(directory, appends))
         for arena in ("required", "off"):
             paths.extend(Append(server, arena, durability, load, pool) for durability in DURABILITIES)
-        raw = Stored(server, load, pool, compressed=False)
+        raw = Stored(server, load, compressed=False)
         paths.extend(Read(server, "required", raw, span) for span in SPANS)
         paths.append(Read(server, "off", raw, SPANS[-1]))
         small = load_of(min(arguments.mib, 128) << 20)
-        paths.append(Read(server, "required", Stored(server, small, pool, compressed=True), SPANS[-1]))
+        paths.append(Read(server, "required", Stored(server, small, compressed=True), SPANS[-1]))
         paths.extend(make_peers(load, pool, directory))
         wanted = [word.strip() for word in arguments.only.split(",") if word.strip()]
         chosen = [path for path in paths if not wanted or any(word in path.name for word in wanted)]

@@ -19,6 +19,9 @@ START_TIMEOUT_S = 60.0
 
 RUN = "bench"
 
+COMPRESSED_BYTES_PER_S = 60e6
+"""Below the rate from which on the store keeps scales as they are."""
+
 
 class ServerProcess:
     """A server of its own over a temporary data directory. ``pid`` and ``address`` while it runs."""
@@ -73,12 +76,13 @@ class Append:
 
 
 class Stored:
-    """A sealed load to read from. ``compressed``: it came slowly, so that its scales are compressed on disk."""
+    """A sealed load to read from. ``compressed``: it came as slowly as a rollout's, so that the store took the time to
+    compress its scales; else they are bytes that cannot be compressed."""
 
-    def __init__(self, server: ServerProcess, load: Load, pool: Pool, compressed: bool) -> None:
+    def __init__(self, server: ServerProcess, load: Load, compressed: bool) -> None:
         self.partition = "compressed" if compressed else "raw"
         self.load = load
-        self._kept = pool
+        pool = Pool(load, compressible=compressed)
         with trace_client.connect(server.address) as client:
             client.register(RUN, load.table)
             numbers = itertools.count()
@@ -87,7 +91,7 @@ class Stored:
                     for position in range(load.appends):
                         writer.append(str(trajectory), position * load.tokens, pool[next(numbers)])
                         if compressed:
-                            writer.flush()
+                            time.sleep(load.append_bytes / COMPRESSED_BYTES_PER_S)
                 for trajectory in range(load.trajectories):
                     writer.seal(str(trajectory), tokens=load.tokens * load.appends + 1, prompt_tokens=0)
 

@@ -54,13 +54,14 @@ def load_of(size: int, sites: int = 20, tokens: int = 128, appends: int = 4) -> 
 
 
 class Pool:
-    """Appends to cycle through."""
+    """Appends to cycle through. ``compressible``: block scales as NVFP4 makes them; else random bytes, which the store
+    keeps as they are, so that what a read costs does not depend on how fast the data once came."""
 
-    def __init__(self, load: Load, seed: int = 0) -> None:
+    def __init__(self, load: Load, seed: int = 0, compressible: bool = True) -> None:
         generator = np.random.default_rng(seed)
         count = max(2, min(POOL_BYTES // load.append_bytes, load.appends * load.trajectories))
         table = load.table
-        self._appends = [{site: _rows(generator, load.tokens) for site in table} for _ in range(count)]
+        self._appends = [{site: _rows(generator, load.tokens, compressible) for site in table} for _ in range(count)]
 
     def __getitem__(self, number: int) -> dict[Site, Rows]:
         return self._appends[number % len(self._appends)]
@@ -71,8 +72,12 @@ class Pool:
         return b"".join([codes.tobytes() for codes, _, _ in rows] + [scales.tobytes() for _, scales, _ in rows])
 
 
-def _rows(generator: np.random.Generator, tokens: int) -> Rows:
+def _rows(generator: np.random.Generator, tokens: int, compressible: bool) -> Rows:
     codes = generator.integers(0, 256, (tokens, 1, WIDTH // 8), np.uint8)
+    if not compressible:
+        scales = generator.integers(0, 0x7F, (tokens, WIDTH // BLOCK), np.uint8)
+        scales |= generator.integers(0, 2, scales.shape, np.uint8) << 7  # all bytes but the two NaNs
+        return codes, scales, np.float32(0.01)
     # The largest of 16 Gaussian magnitudes lies between 0.6 and 4 standard deviations; E4M3 has 8 steps an octave, so
     # that scale bytes spread over some 25 values, 3.4 bits of entropy.
     largest = np.abs(generator.standard_normal((tokens, WIDTH // BLOCK, BLOCK), np.float32)).max(-1)
