@@ -19,7 +19,7 @@ START_TIMEOUT_S = 60.0
 
 RUN = "bench"
 
-COMPRESSED_BYTES_PER_S = 60e6
+COMPRESSED_BYTES_PER_S = 40e6
 """Below the rate from which on the store keeps scales as they are."""
 
 
