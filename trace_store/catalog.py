@@ -198,18 +198,22 @@ class Partition:
         return self.trajectories.pop(trajectory, None) is not None
 
     def rebuild(self) -> None:
-        """Derive everything again from the segments' indexes, in their order; attempts not yet visible stay so."""
+        """Derive everything again from the segments' indexes, in their order; attempts not yet visible stay so.
+
+        The writer reads the catalog without the lock while it admits a chunk, so the new state replaces the old one at
+        the end and nobody sees it half built.
+        """
         visible = {name: entry.sealed.number for name, entry in self.trajectories.items() if entry.sealed is not None}
         pending = {name for name, entry in self.trajectories.items() if entry.pending}
-        self.trajectories.clear()
-        self.released.clear()
+        fresh = Partition(self.run, self.name, self.directory, segments=self.segments)
         for segment in sorted(self.segments.values(), key=lambda segment: segment.path.name):
-            self._enter(segment, 0, segment.entered_rows)
-        for name, entry in self.trajectories.items():
+            fresh._enter(segment, 0, segment.entered_rows)
+        for name, entry in fresh.trajectories.items():
             if name not in pending:
                 self._publish_all(entry)
             elif name in visible:
-                self.publish(name, visible[name])
+                fresh.publish(name, visible[name])
+        self.trajectories, self.released = fresh.trajectories, fresh.released
 
     def drop(self, numbers: set[int]) -> None:
         """Forget segments that another server released; trajectories that go with them count as released."""
