@@ -41,6 +41,7 @@ class Segment:
         foreign: whether another server wrote it.
         object_bytes: size of the object, when it is not local.
         read_at: when a read last wanted it, on the engine's clock.
+        entered_rows: index rows that the catalog has; the writer adds rows to the index first and enters them after.
     """
 
     number: int
@@ -52,6 +53,11 @@ class Segment:
     foreign: bool = False
     object_bytes: int = 0
     read_at: float = 0.0
+    entered_rows: int = 0
+
+    def replace_index(self, index: SegmentIndex) -> None:
+        """Stand on another file with other rows or places; the partition is rebuilt next where the rows differ."""
+        self.index, self.entered_rows = index, len(index)
 
 
 @dataclass
@@ -192,18 +198,22 @@ class Partition:
         return self.trajectories.pop(trajectory, None) is not None
 
     def rebuild(self) -> None:
-        """Derive everything again from the segments' indexes, in their order; attempts not yet visible stay so."""
+        """Derive everything again from the segments' indexes, in their order; attempts not yet visible stay so.
+
+        The writer reads the catalog without the lock while it admits a chunk, so the new state replaces the old one at
+        the end and nobody sees it half built.
+        """
         visible = {name: entry.sealed.number for name, entry in self.trajectories.items() if entry.sealed is not None}
         pending = {name for name, entry in self.trajectories.items() if entry.pending}
-        self.trajectories.clear()
-        self.released.clear()
+        fresh = Partition(self.run, self.name, self.directory, segments=self.segments)
         for segment in sorted(self.segments.values(), key=lambda segment: segment.path.name):
-            self.apply(segment, 0)
-        for name, entry in self.trajectories.items():
+            fresh._enter(segment, 0, segment.entered_rows)
+        for name, entry in fresh.trajectories.items():
             if name not in pending:
                 self._publish_all(entry)
             elif name in visible:
-                self.publish(name, visible[name])
+                fresh.publish(name, visible[name])
+        self.trajectories, self.released = fresh.trajectories, fresh.released
 
     def drop(self, numbers: set[int]) -> None:
         """Forget segments that another server released; trajectories that go with them count as released."""
@@ -229,8 +239,13 @@ class Partition:
             entry.sealed, entry.pending = entry.pending[-1], ()
 
     def apply(self, segment: Segment, first_row: int) -> None:
-        """Apply index rows from ``first_row`` on; consecutive rows of one key and span form a group."""
-        rows = segment.index.rows[first_row:]
+        """Enter index rows from ``first_row`` to the last one."""
+        segment.entered_rows = len(segment.index)
+        self._enter(segment, first_row, segment.entered_rows)
+
+    def _enter(self, segment: Segment, first_row: int, end_row: int) -> None:
+        """Enter index rows [first_row, end_row); consecutive rows of one key and span form a group."""
+        rows = segment.index.rows[first_row:end_row]
         if not len(rows):
             return
         # Two appends of one span with disjoint sites may stand side by side: they form one group with all sites, which

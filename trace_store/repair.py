@@ -167,7 +167,8 @@ class Repairs:
                 replace_source(segment.path, copy)
             finally:
                 if copy.path.suffix == SEALED_SUFFIX:
-                    segment.path, segment.index, segment.disk_bytes = copy.path, copy.index, copy.written_bytes
+                    segment.replace_index(copy.index)
+                    segment.path, segment.disk_bytes = copy.path, copy.written_bytes
                     if broken.writer is not None:
                         broken.writer.path = copy.path
                     if left != before:

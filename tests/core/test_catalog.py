@@ -115,6 +115,24 @@ def test_a_rebuild_does_not_show_what_was_not_visible(tmp_path: Path) -> None:
     writer.close()
 
 
+def test_a_rebuild_between_a_write_and_its_entry_does_not_enter_the_rows_twice(tmp_path: Path) -> None:
+    """Another thread may rebuild while the writer has written rows and waits for the lock to enter them."""
+    writer = write(tmp_path)
+    found = partition(tmp_path)
+    segment = Segment(0, writer.path, writer.index)
+    writer.append_chunk(make_chunk("run", "p", TABLE, "t", 0, 4))
+    found.load(segment)
+    writer.append_chunk(make_chunk("run", "p", TABLE, "t", 4, 8))
+    found.rebuild()
+    assert found.trajectories["t"].open is not None
+    assert found.trajectories["t"].open.rows() == 8
+    found.apply(segment, 2)
+    assert found.trajectories["t"].open.rows() == 16
+    found.rebuild()
+    assert found.trajectories["t"].open.rows() == 16
+    writer.close()
+
+
 @pytest.mark.parametrize("rows", [7, 8, 9])
 def test_an_attempt_with_fewer_rows_than_its_seal_says_is_damaged(tmp_path: Path, rows: int) -> None:
     found = partition(tmp_path)

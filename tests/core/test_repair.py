@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,12 @@ class Disk:
         self.partial_bytes = 0
         self.before: dict[str, Callable[[], None]] = {}
         for name in ("writev", "fdatasync", "fsync", "rename", "open", "unlink", "mkdir", "ftruncate"):
-            monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
+            wrapped = self._wrap(name, getattr(os, name))
+            monkeypatch.setattr(os, name, wrapped)
+            # Python 3.10's pathlib took its own references to some of these when it was imported.
+            accessor = getattr(pathlib, "_NormalAccessor", None)
+            if name in ("mkdir", "unlink", "rename") and accessor is not None:
+                monkeypatch.setattr(accessor, name, staticmethod(wrapped))
 
     def _wrap(self, name: str, real: Any) -> Any:
         def call(*arguments: Any, **more: Any) -> Any:

@@ -91,7 +91,8 @@ class Follower:
             return  # the upload will say that there is a conflict
         log.warning("segment=%s is taken from the bucket, the local copy was damaged", segment.path.name)
         with self._volume.lock:
-            segment.index, segment.local, segment.uploaded = loaded.index, False, True
+            segment.replace_index(loaded.index)
+            segment.local, segment.uploaded = False, True
             segment.disk_bytes, segment.object_bytes = 0, info.size
             partition.rebuild()
         _remove(segment.path)
