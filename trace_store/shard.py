@@ -40,8 +40,8 @@ QUEUE_BYTES_MAX = 64 << 20
 """Payload accepted and not yet written. ``submit`` blocks above it."""
 
 COMPRESS_BYTES_PER_S = 16 << 20
-"""Block scales that are compressed in a second, at most; what comes faster is stored raw. zstd takes 0.33 GB/s of scales
-a core: this is a twentieth of one, all of a rollout at 50 MB/s, and nothing that a burst would notice."""
+"""Block scales that are compressed in a second, at most; what comes faster is stored raw. zstd takes 0.33 GB/s of
+scales a core: this is a twentieth of one, all of a rollout at 50 MB/s, and nothing that a burst would notice."""
 
 COMPRESS_BURST_BYTES = 4 << 20
 

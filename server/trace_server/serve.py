@@ -25,8 +25,8 @@ HELP = "run a storage server"
 DEFAULT_LISTEN = "127.0.0.1:7077"
 
 SWITCH_INTERVAL_S = 0.0005
-"""How long a thread that wants the GIL waits before it asks for it; Python's own 5 ms is long for an event loop beside a
-writer thread: durable appends carried 1.15 to 1.25x with this, and health answers sooner."""
+"""How long a thread that wants the GIL waits before it asks for it; Python's own 5 ms is long for an event loop beside
+a writer thread: durable appends carried 1.15 to 1.25x with this, and health answers sooner."""
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
