@@ -27,7 +27,7 @@ from trace_kernels._launch import THREADS, Divisor, blocks_of, flat_units, launc
 from trace_kernels._rows import record_shape, rows_of, rule_number, valid_rows
 
 SUMS = 10
-_RESIDENT = 5
+_RESIDENT = 3
 """Blocks of a multiprocessor at once, which bounds the registers of a thread."""
 
 _BLOCKS = 132 * _RESIDENT

@@ -14,7 +14,7 @@
 #define TS_THREADS 256
 #endif
 #ifndef TS_RESIDENT
-#define TS_RESIDENT 5
+#define TS_RESIDENT 3
 #endif
 
 typedef compare::Outcomes<TS_BITS, TS_RULE> Outcomes;
@@ -37,12 +37,28 @@ struct Comparing {
   rows::Divisor pairs_a_row;
 };
 
+// A pair on its way: everything of it that is in memory, and where it is.
+struct Held {
+  rows::Unit x[2];
+  ts_u32 record[2];
+  ts_u32 byte;
+  float scale;
+  ts_u32 pair;
+  bool present;
+};
+
 struct Place {
   const ts_u8* x;
   ts_u32 row;
-  float scale;
-  ts_u32 byte;
 };
+
+TS_FN Place place_of(const Comparing& p, ts_u32 pair) {
+  Place place = {p.x + (ts_u64)pair * (PAIR * rows::WORDS / 2), 0};
+  if (p.flat && (TS_BITS == 1 || TS_BITS == 4)) return place;
+  place.row = rows::quotient(pair, p.pairs_a_row);
+  place.x += place.row * p.x_gap;
+  return place;
+}
 
 // A unit's record: the plane's byte, else a nibble an element. half: 0 or 1 of the pair.
 TS_FN ts_u32 load_record(const Comparing& p, ts_u32 pair, ts_u32 row, int half) {
@@ -136,8 +152,9 @@ TS_FN void add_fields(const Fields& first, const Fields& second, float s, Tally&
 }
 
 // The long form of a pair, straight into the block's sums. Rare.
-__device__ __noinline__ void add_pair_any(const Comparing& p, ts_u32 pair, const Place place, double* total) {
-  float s = e2m1::multiply(rows::decode_scale_byte(place.byte), place.scale);
+__device__ __noinline__ void add_pair_any(const Comparing& p, ts_u32 pair, ts_u32 byte, float scale, double* total) {
+  const Place place = place_of(p, pair);
+  float s = e2m1::multiply(rows::decode_scale_byte(byte), scale);
   if (!e2m1::finite(s) || e2m1::is_zero(s)) return;
   float inv = e2m1::reciprocal(s);
   double size = e2m1::magnitude(s), unit = 0.25 * size * size;
@@ -167,26 +184,38 @@ __device__ __noinline__ void add_pair_any(const Comparing& p, ts_u32 pair, const
   }
 }
 
-TS_FN void add_pair(const Comparing& p, ts_u32 pair, float scale, const ts_u32* table, double* total, Tally& tally) {
-  Place place = {p.x + (ts_u64)pair * (PAIR * rows::WORDS / 2), 0, scale, 0};
-  const bool flat = (TS_BITS == 1 || TS_BITS == 4) && p.flat;
-  if (!flat) {
-    place.row = rows::quotient(pair, p.pairs_a_row);
-    place.x += place.row * p.x_gap;
-    if (p.valid && !__ldg(p.valid + place.row)) return;
-    place.scale = __ldg(p.tensor_scale + place.row * p.scale_stride);
+// All of a pair but x; returns where x is.
+TS_FN const ts_u8* load_aside(const Comparing& p, ts_u32 pair, Held& held) {
+  const Place place = place_of(p, pair);
+  held.pair = pair;
+  held.present = true;
+  if (!p.flat) {
+    held.present = !p.valid || __ldg(p.valid + place.row) != 0;
+    held.scale = __ldg(p.tensor_scale + place.row * p.scale_stride);
   }
-  const rows::Unit x[2] = {rows::load_unit(place.x, 0), rows::load_unit(place.x, rows::UNIT)};
-  place.byte = __ldg(p.scales + pair / PAIRS_A_BLOCK);
-  const ts_u32 record[2] = {load_record(p, pair, place.row, 0), load_record(p, pair, place.row, 1)};
-  const float s = e2m1::multiply(ordinary_scale(place.byte), place.scale);
+  held.byte = __ldg(p.scales + pair / PAIRS_A_BLOCK);
+#pragma unroll
+  for (int half = 0; half < 2; half++) held.record[half] = load_record(p, pair, place.row, half);
+  return place.x;
+}
+
+// Adds the pair held, and holds the next one: each half of x is asked for as soon as its registers are free, so that the
+// arithmetic of the other half and of other warps hides the memory.
+TS_FN void add_pair(const Comparing& p, Held& held, ts_u32 next, const ts_u32* table, double* total, Tally& tally) {
+  const Held now = held;
+  const ts_u8* x = load_aside(p, next, held);
+  const float s = e2m1::multiply(ordinary_scale(now.byte), now.scale);
   const float eighth = e2m1::multiply(e2m1::reciprocal_ordinary(s), 0.125f);
   float error = 0.0f;
   Fields sum[2] = {};
 #pragma unroll
-  for (int half = 0; half < 2; half++) add_unit(x[half], record[half], eighth, s, table, sum[half], error);
+  for (int half = 0; half < 2; half++) {
+    add_unit(now.x[half], now.record[half], eighth, s, table, sum[half], error);
+    held.x[half] = rows::load_unit(x, half * rows::UNIT);
+  }
+  if (!now.present) return;
   // NaN and infinity of x stay in the error.
-  if (!(compare::ordinary(s) && e2m1::finite(error))) return add_pair_any(p, pair, place, total);
+  if (!(compare::ordinary(s) && e2m1::finite(error))) return add_pair_any(p, now.pair, now.byte, now.scale, total);
   tally.pairs += 1;
   tally.squares[2] += error;
   add_fields(sum[0], sum[1], s, tally);
@@ -225,14 +254,20 @@ extern "C" __global__ void __launch_bounds__(TS_THREADS, TS_RESIDENT) compare_ro
   fill_table(table);
   if (threadIdx.x < SUMS) total[threadIdx.x] = 0.0;
   __syncthreads();
-  const float scale = __ldg(p.tensor_scale);
   double squares[SUMS - COUNTS] = {};
   ts_u32 counts[COUNTS] = {};
-  for (ts_u32 pair = blockIdx.x * TS_THREADS + threadIdx.x; pair < p.pairs;) {
+  const ts_u32 step = gridDim.x * TS_THREADS, last = p.pairs - 1;
+  ts_u32 pair = blockIdx.x * TS_THREADS + threadIdx.x;
+  Held held;
+  held.scale = __ldg(p.tensor_scale);
+  const ts_u8* x = load_aside(p, min(pair, last), held);
+#pragma unroll
+  for (int half = 0; half < 2; half++) held.x[half] = rows::load_unit(x, half * rows::UNIT);
+  while (pair < p.pairs) {
     Tally tally = {};
 #pragma unroll 1
-    for (int k = 0; k < BATCH && pair < p.pairs; k++, pair += gridDim.x * TS_THREADS)
-      add_pair(p, pair, scale, table, total, tally);
+    for (int k = 0; k < BATCH && pair < p.pairs; k++, pair += step)
+      add_pair(p, held, min(pair + step, last), table, total, tally);
     flush(tally, counts, squares);
   }
 #pragma unroll
