@@ -27,7 +27,11 @@ from trace_kernels._launch import THREADS, Divisor, blocks_of, flat_units, launc
 from trace_kernels._rows import record_shape, rows_of, rule_number, valid_rows
 
 SUMS = 10
-_BLOCKS = 132 * 8
+_RESIDENT = 3
+"""Blocks of a multiprocessor at once, which bounds the registers of a thread."""
+
+_BLOCKS = 132 * _RESIDENT
+"""A block stays for many elements: as many as run at once on an H100 or H200, a few waves elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,11 @@ class _Comparing(ctypes.Structure):
         ("tensor_scale", ctypes.c_void_p),
         ("valid", ctypes.c_void_p),
         ("sums", ctypes.c_void_p),
-        ("x_stride", ctypes.c_uint64),
-        ("units", ctypes.c_uint32),
+        ("x_gap", ctypes.c_uint64),
+        ("pairs", ctypes.c_uint32),
         ("scale_stride", ctypes.c_uint32),
-        ("units_a_row", Divisor),
+        ("flat", ctypes.c_uint32),
+        ("pairs_a_row", Divisor),
     )
 
 
@@ -108,6 +113,7 @@ def discrepancy(
     units = flat_units(rows.tokens, rows.width)
     if not units:
         return
+    gap = (rows.stride - rows.width) * rows.array.itemsize
     parameters = _Comparing(
         rows.array.pointer,
         code_rows.pointer,
@@ -115,11 +121,12 @@ def discrepancy(
         decode.pointer,
         present.pointer if present else None,
         total.pointer,
-        rows.stride,
-        units,
+        gap % 2**64,
+        units // 2,
         int(decode.size > 1),
-        Divisor.of(rows.width // 8),
+        int(gap == 0 and not present and decode.size == 1),
+        Divisor.of(rows.width // 16),
     )
-    grid = (min(_BLOCKS, blocks_of(units, THREADS)),)
-    switches = {**rows.switches, "BITS": bits, "RULE": number}
+    grid = (min(_BLOCKS, blocks_of(units // 2, THREADS)),)
+    switches = {**rows.switches, "BITS": bits, "RULE": number, "RESIDENT": _RESIDENT}
     launch("discrepancy.cu", "compare_rows", switches, grid, parameters, (rows.array, total), stream)

@@ -186,7 +186,7 @@ def _sums(
 ) -> npt.NDArray[np.float64]:
     nearest, guided = codes
     n, g = (nearest & 7).astype(int), (guided & 7).astype(int)
-    sign = np.where(np.signbit(x), -1, 1)
+    sign = np.where(np.signbit(x) ^ np.signbit(s), -1, 1)
     if bits == 4:
         r = np.where(record & 8, -1, 1) * (record & 7) * sign
         mismatched, left, flipped = n != r, g != r, (r < 0)
@@ -195,7 +195,7 @@ def _sums(
         r, mismatched, left, flipped = g, (n & mask) != record, (g & mask) != record, np.zeros_like(usable)
     value = np.concatenate([-codebook.MAGNITUDES[:0:-1], codebook.MAGNITUDES]).astype(np.float64)
     counts = (np.ones_like(usable), mismatched, mismatched & (np.abs(n - r) == 1), g > n, g < n, left, flipped)
-    scale = s.astype(np.float64)
+    scale = np.abs(s.astype(np.float64))
     errors = (value[n + 7] - value[r + 7], value[g + 7] - value[r + 7])
     squares = [(error * scale) ** 2 for error in errors]
     squares.append((np.abs(x.astype(np.float64)) - value[g + 7] * scale) ** 2)

@@ -177,13 +177,19 @@ def bench_validity(bench: Bench, rows: int, share: float) -> None:
     )
 
 
-def bench_discrepancy(bench: Bench, rows: int, bits: int) -> None:
+def bench_discrepancy(bench: Bench, rows: int, bits: int, agreeing: bool = True) -> None:
+    """Records of activations that differ from the trainer's by 2 %, or random ones, whose look-ups collide most."""
     x, one = activations(rows), torch.ones(1, device="cuda")
     planes, scales = record(rows, "nvfp4", bits)
+    if agreeing:
+        one = torch.full((1,), 0.002, device="cuda")
+        rollout = x + 0.02 * torch.randn_like(x)
+        quantize.quantize(rollout, one, planes=planes, scales=scales, format="nvfp4", bits=bits, stream=stream())
+        torch.cuda.synchronize()
     sums = torch.zeros(10, device="cuda", dtype=torch.float64)
     moved = x.nbytes + planes.nbytes + scales.nbytes
     bench.measure(
-        f"discrepancy nvfp4 b={bits}",
+        f"discrepancy nvfp4 b={bits} {'' if agreeing else 'random record'}",
         rows,
         moved,
         [
@@ -317,8 +323,9 @@ def run(bench: Bench, quick: bool) -> None:
         bench_rounding(bench, large, "nvfp4", 1, dtype)
     for share in (1.0, 0.5, 0.0):
         bench_validity(bench, large, share)
-    for bits in (1, 4):
-        bench_discrepancy(bench, large, bits)
+    for bits in (1, 2, 3, 4):
+        for agreeing in (True, False):
+            bench_discrepancy(bench, large, bits, agreeing)
     bench_decode(bench)
     if quick:
         return

@@ -92,11 +92,8 @@ def from_oracle(
 def assert_same_bits(
     got: npt.NDArray[np.float32], want: npt.NDArray[np.float32], x: npt.NDArray[np.float32], what: tuple[Any, ...]
 ) -> None:
-    """NaN matches NaN. ``what[1]`` is the scale byte: under a negative one, which no producer writes, x = 0 gives a
-    zero of either sign."""
+    """NaN matches NaN."""
     same = (got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))
-    if what[1] & 0x80:
-        same |= (x == 0) & (got == 0) & (want == 0)
     if not same.all():
         first = int(np.flatnonzero(~same)[0])
         raise AssertionError(f"{what}: x={x[first]!r} got={got[first]!r} want={want[first]!r} of {int((~same).sum())}")

@@ -109,6 +109,8 @@ def _round(x: Any, scales: Any, tensor_scale: Any, fmt: BlockFormat, choose: Cho
             y = np.multiply(CODEWORDS[codes], spread(s, fmt), out=out[rows])
         if not s.all():
             y[spread(s, fmt) == 0] = 0
+        if np.signbit(s).any():
+            y[(chunk == 0) & (y == 0)] = 0
         y[~np.isfinite(chunk)] = np.nan
     return out
 
