@@ -276,7 +276,9 @@ class TestClientsThatDie:
             "rows = (np.zeros((400, 4096), np.uint8), np.zeros((400, 512), np.uint8), 1.0)\n"
             "for number in range(10**6):\n"
             "    writer.append(f't{number}', 0, {site: rows})\n"
-            "    if number == 20: print('going', flush=True)\n"
+            "    if number == 20:\n"
+            "        writer.flush()\n"
+            "        print('going', flush=True)\n"
         )
         with trace_client.connect(server.address) as client:
             client.register("r", [WIDE])
@@ -291,11 +293,13 @@ class TestClientsThatDie:
             assert not list(Path("/dev/shm").glob("trace-store-*"))
             wait_until(lambda: client.status()["queued_bytes"] == 0)
             names = [entry.name for entry in client.list("r", "p")]
-            assert len(names) >= 20
+            assert {f"t{number}" for number in range(21)} <= set(names), "acknowledged, so the server has them"
             spans = [(name, 0, 400, 400 * number) for number, name in enumerate(names)]
             batch = client.reader("r", "p").read(spans, include_open=True)
             whole = batch.valid[WIDE].reshape(-1, 400)
             assert (whole.all(axis=1) | ~whole.any(axis=1)).all()
+            whole_names = {name for name, there in zip(names, whole.all(axis=1), strict=True) if there}
+            assert {f"t{number}" for number in range(21)} <= whole_names
             assert not [rows for rows in batch.missing if rows.reason == "data loss"]
 
     def test_a_hundred_idle_channels_cost_little(self, server: Any) -> None:
