@@ -3,9 +3,15 @@
 #include <cstdint>
 #include <cstring>
 
-#include "e2m1.cuh"
+#include "compare.cuh"
 
 namespace {
+template <int BITS, int RULE>
+const uint32_t* outcomes() {
+  static constexpr compare::Outcomes<BITS, RULE> built;
+  return built.word;
+}
+
 float decode(uint32_t byte, int e8m0) { return e8m0 ? e2m1::decode_e8m0(byte) : e2m1::decode_e4m3(byte); }
 
 template <int BITS, int RULE>
@@ -46,6 +52,39 @@ void round_values(const float* x, int64_t n, uint32_t byte, int e8m0, float tens
     y[i] = brief ? round_ordinary(x[i], s, inv, record, bits, t)
                  : e2m1::round_any(x[i], s, e2m1::record_for(record, e2m1::multiply(x[i], inv), bits), bits, t);
   }
+}
+
+// Counts of n values under one scale and record, in the order of `discrepancy`'s sums; returns how often the table offset
+// that the kernel computes is not the one of the value's place.
+int64_t compare_values(const float* x, int64_t n, float s, uint32_t record, int bits, int rule, int64_t* counts) {
+  const uint32_t* const tables[4][3] = {{outcomes<1, 0>(), outcomes<1, 1>(), outcomes<1, 2>()},
+                                        {outcomes<2, 0>(), outcomes<2, 1>(), outcomes<2, 2>()},
+                                        {outcomes<3, 0>(), outcomes<3, 1>(), outcomes<3, 2>()},
+                                        {outcomes<4, 0>(), outcomes<4, 0>(), outcomes<4, 0>()}};
+  const int words = bits == 4 ? 2 : 1, size = 4 * words;
+  const float inv = e2m1::reciprocal(s);
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < n; i++) {
+    if (!e2m1::finite(x[i])) continue;
+    uint32_t r = bits == 4 ? record ^ (e2m1::bits_of(x[i]) >> 31 << 3) : record;
+    int place = compare::place_of(x[i], inv), element = (int)(i % 8);
+    uint32_t held = bits == 1 ? r << element : r << (4 * element);
+    uint32_t upper = compare::upper_of(held, element, bits, compare::upper_bits(size));
+    float t = e2m1::multiply_saturated(e2m1::magnitude(x[i]), inv * 0.125f);
+    int entry = (int)compare::offset_of(t, upper, size) / size;
+    entry -= compare::displaced(bits, (int)r, element % 4) * compare::BLOCK;
+    wrong += entry < 0 || entry >= 2 * compare::BLOCK || compare::place_at(entry) != place;
+    const uint32_t* word = tables[bits - 1][rule] + (r * e2m1::PLACES + (uint32_t)place) * (uint32_t)words;
+    uint32_t raised = word[0] >> compare::RAISED & 1, lowered = word[0] >> compare::LOWERED & 1;
+    counts[0]++;
+    counts[1] += word[0] >> compare::MISMATCHED & 1;
+    counts[2] += bits == 4 ? word[0] >> compare::ADJACENT & 1 : raised + lowered;
+    counts[3] += raised;
+    counts[4] += lowered;
+    counts[5] += word[0] >> compare::LEFT & 1;
+    counts[6] += bits == 4 ? word[1] >> compare::FLIPPED : 0;
+  }
+  return wrong;
 }
 
 void decode_bytes(int e8m0, float* out) {

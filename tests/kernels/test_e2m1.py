@@ -18,11 +18,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from trace_kernels import host
 from trace_store import codebook
 
 HERE = Path(__file__).parent
 CUDA = HERE.parents[1] / "kernels" / "trace_kernels" / "cuda"
 FLOATS = np.ctypeslib.ndpointer(np.float32, flags="C_CONTIGUOUS")
+COUNTS = np.ctypeslib.ndpointer(np.int64, flags="C_CONTIGUOUS")
 BYTES = np.ctypeslib.ndpointer(np.uint8, flags="C_CONTIGUOUS")
 
 CODEWORDS = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -44,6 +46,8 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     loaded.round_values.argtypes = [
         FLOATS, count, ctypes.c_uint32, integer, number, ctypes.c_uint32, integer, integer, integer, FLOATS,
     ]  # fmt: skip
+    loaded.compare_values.argtypes = [FLOATS, count, number, ctypes.c_uint32, integer, integer, COUNTS]
+    loaded.compare_values.restype = count
     loaded.decode_bytes.argtypes = [integer, FLOATS]
     loaded.encode_values.argtypes = [FLOATS, count, integer, BYTES]
     loaded.quantize_block.argtypes = [FLOATS, integer, integer, number, number, BYTES, BYTES]
@@ -214,3 +218,26 @@ def test_quantize_equals_the_oracle(core: ctypes.CDLL, fmt: str, scale: float | 
             core.quantize_block(part, block, e8m0, float(np.abs(row).max()), scale or 0.0, got, byte)
             assert byte[0] == scales[0, start // block]
             np.testing.assert_array_equal(got, codes[0, start : start + block])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_counts_of_every_bfloat16_equal_the_host(core: ctypes.CDLL, bits: int) -> None:
+    x = every_bfloat16()
+    for byte, scale in ((0x38, 1.0), (0x35, 0.91), (0x01, 0.002)):
+        s = np.float32(codebook.e4m3_decode(byte) * np.float32(scale))
+        for record in range(1 << bits):
+            for rule in codebook.RULES if bits < 3 else ("paper",):
+                counts = np.zeros(7, np.int64)
+                number = codebook.RULES.index(rule)
+                assert core.compare_values(x, x.size, float(s), record, bits, number, counts) == 0
+                if bits == 4:
+                    planes = np.full((1, x.size // 2), record * 17, np.uint8)
+                else:
+                    planes = np.stack(
+                        [np.full((1, x.size // 8), 255 * (record >> j & 1), np.uint8) for j in range(bits)], 1
+                    )
+                scales = np.full((1, x.size // 16), byte, np.uint8)
+                want = host.discrepancy(
+                    x[None], planes, scales, np.array([scale], np.float32), None, format="nvfp4", bits=bits, rule=rule
+                )
+                assert counts.tolist() == want[:7].tolist(), (byte, record, rule)
