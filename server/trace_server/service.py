@@ -82,7 +82,13 @@ class TraceStoreService:
     async def _interrupt(self, context: Any) -> None:
         """A task of the handler was cancelled. gRPC sends no status then, unless it was the client that cancelled (in
         which case this raises CancelledError again), and the client would wait for ever."""
-        await self._refuse(context, Unavailable("the call was interrupted inside the server; repeat it"))
+        error = Unavailable("the call was interrupted inside the server; repeat it")
+        try:
+            await abort(context, error)
+        except grpc.aio.AbortError:
+            # Only a status that was sent counts: an alert must not fire for a client that went away.
+            self._metrics.errors.labels(type(error).__name__).inc()
+            raise
 
     async def _refuse(self, context: Any, error: TraceStoreError, run: str = "") -> None:
         self._metrics.errors.labels(public_class(error).__name__).inc()

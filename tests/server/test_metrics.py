@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -111,3 +114,29 @@ def test_a_disk_that_cannot_be_asked_does_not_silence_the_rest(tmp_path: Path, m
     assert "trace_store_usage_failed 1.0" in text
     assert "trace_store_seals_total 1.0" in text
     engine.close()
+
+
+def test_clients_that_go_away_count_as_no_error(new_server: Any, sites: Any, records: Any) -> None:
+    """A killed rollout worker leaves an open stream and an arena; an alert on errors must not fire for that."""
+    server = new_server().start()
+    with trace_client.connect(server.address) as client:
+        client.register("r", sites)
+    code = (
+        "import os, sys, trace_client\n"
+        "client = trace_client.connect(sys.argv[1])\n"
+        "writer = client.writer('r', 'p')\n"
+        "site = writer.sites[0]\n"
+        "import numpy as np\n"
+        "codes = np.zeros((4, *site.code_form.row_shape(site.width)), 'u1')\n"
+        "writer.append('t', 0, {site: (codes, np.zeros((4, site.scale_bytes), 'u1'), 1.0)})\n"
+        "writer.flush()\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    for _ in range(3):
+        assert subprocess.run([sys.executable, "-c", code, server.address]).returncode == -9
+    deadline = time.monotonic() + 20
+    while samples(server)["trace_store_append_streams"]:
+        assert time.monotonic() < deadline
+    counted = {name: value for name, value in samples(server).items() if name.startswith("trace_store_errors")}
+    assert counted
+    assert not any(counted.values()), counted
