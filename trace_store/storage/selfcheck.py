@@ -38,21 +38,32 @@ def check_backend(store: ObjectStore) -> Capabilities:
         StorageFailed: it cannot be reached, or refuses the credentials.
     """
     key = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
-    content = secrets.token_bytes(PROBE_BYTES)
     try:
-        store.put(key, content)
-        try:
-            store.put(key, content[::-1])
-            create_once = False
-            content = content[::-1]
-        except ObjectExists:
-            create_once = True
-        _check_ranges(store, key, content)
-        if [item.size for item in store.listing(PROBE_PREFIX) if item.key == key] != [PROBE_BYTES]:
-            raise Unsupported(f"the object store does not list what was put, store={store.url}")
-    finally:
-        _remove(store, key)
+        create_once = _try_everything(store, key)
+    except (StorageFailed, Unsupported):
+        with contextlib.suppress(StorageFailed):
+            store.delete([key])
+        raise
+    store.delete([key])
+    if store.head(key) is not None:
+        raise Unsupported(f"the object store keeps what was deleted, store={store.url}")
     return Capabilities(create_once)
+
+
+def _try_everything(store: ObjectStore, key: str) -> bool:
+    """Whether the backend creates once; raises for what is needed."""
+    content = secrets.token_bytes(PROBE_BYTES)
+    store.put(key, content)
+    try:
+        store.put(key, content[::-1])
+        create_once = False
+        content = content[::-1]
+    except ObjectExists:
+        create_once = True
+    _check_ranges(store, key, content)
+    if [item.size for item in store.listing(PROBE_PREFIX) if item.key == key] != [PROBE_BYTES]:
+        raise Unsupported(f"the object store does not list what was put, store={store.url}")
+    return create_once
 
 
 def bucket_identity(store: ObjectStore) -> str:
@@ -84,13 +95,3 @@ def _check_ranges(store: ObjectStore, key: str, content: bytes) -> None:
         raise
     if parts != [content[start:stop] for start, stop in ranges] * 2:
         raise Unsupported(f"the object store answers ranges with other bytes, store={store.url}")
-
-
-def _remove(store: ObjectStore, key: str) -> None:
-    try:
-        store.delete([key])
-        left = store.head(key) is not None
-    except StorageFailed:
-        return  # what led here says more
-    if left:
-        raise Unsupported(f"the object store keeps what was deleted, store={store.url}")
