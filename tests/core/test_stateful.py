@@ -152,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "engine"):
             self.engine.close()
-        shutil.rmtree(self.root)
+        shutil.rmtree(self.root, ignore_errors=True)  # a released directory may be on its way out
 
     def _answer(self, future: Any, errors: set[type[TraceStoreError]]) -> Any:
         error = future.exception(30)
@@ -281,7 +281,7 @@ class EngineMachine(RuleBasedStateMachine):
                 check_engine(engine, other, self.model[other])
         finally:
             engine.close()
-            shutil.rmtree(target)
+            shutil.rmtree(target, ignore_errors=True)
 
     @invariant()
     def reads_agree(self) -> None:
