@@ -8,9 +8,7 @@ from trace_store.checksum import RowKind
 from trace_store.commands import SealCommand
 from trace_store.errors import Conflict, Incomplete, InvalidRequest
 from trace_store.record import Receipt
-
-ControlRow = tuple[RowKind, str, int, int, int, int]
-"""Kind, trajectory, attempt, start, stop, rows: what ``SegmentWriter.append_control`` takes."""
+from trace_store.segment.writer import ControlRow
 
 _HOLES_SHOWN = 3
 

@@ -258,7 +258,7 @@ class Shard:
         _raise_deferred(partition, command.trajectory, command.attempt)
         receipt, row = seal_attempt(partition, command, self._volume.server)
         if row is not None:
-            self._write(partition, methodcaller("append_control", *row))
+            self._write(partition, methodcaller("append_controls", [row]))
             self._roll_soon(partition)
 
         def publish() -> None:
@@ -277,8 +277,8 @@ class Shard:
                     self._forget(partition)
             return
         rows = self._volume.release_rows(partition, command.trajectories)
-        for row in rows:
-            self._write(partition, methodcaller("append_control", *row))
+        if rows:
+            self._write(partition, methodcaller("append_controls", rows))
             self._roll_soon(partition)
         self._answer_synced(command.future, len(rows))
 

@@ -29,10 +29,9 @@ from trace_store.naming import MANIFEST_PREFIX, RELEASED_OBJECTS, RELEASED_PREFI
 from trace_store.opening import find_run
 from trace_store.record import Site
 from trace_store.recovery import keep_copy, set_aside
-from trace_store.seal import ControlRow
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.schema import SEALED_SUFFIX, SegmentHeader
-from trace_store.segment.writer import SegmentWriter, storage_error, sync_directory
+from trace_store.segment.writer import ControlRow, SegmentWriter, storage_error, sync_directory
 from trace_store.storage.base import Source
 from trace_store.storage.local import LocalSource
 from trace_store.storage.objects import Objects, note_objects

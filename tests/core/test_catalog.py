@@ -75,10 +75,10 @@ def test_rows_of_two_appends_over_one_span_become_one_group_on_reload(tmp_path: 
 def test_reloading_in_order_gives_what_was_there(tmp_path: Path) -> None:
     first, second = write(tmp_path), write(tmp_path, 1)
     first.append_chunk(make_chunk("run", "p", TABLE, "t", 0, 4))
-    first.append_control(RowKind.SEAL, "t", 0, 1, 5, 8)
+    first.append_controls([(RowKind.SEAL, "t", 0, 1, 5, 8)])
     first.append_chunk(make_chunk("run", "p", TABLE, "t", 0, 2, attempt=1))
     first.append_chunk(make_chunk("run", "p", TABLE, "gone", 0, 2))
-    second.append_control(RowKind.RELEASE, "gone", 0, 0, 0, 0)
+    second.append_controls([(RowKind.RELEASE, "gone", 0, 0, 0, 0)])
     second.append_chunk(make_chunk("run", "p", TABLE, "back", 0, 2))
     found = partition(tmp_path)
     for number, writer in enumerate((first, second)):
@@ -100,7 +100,7 @@ def test_a_rebuild_does_not_show_what_was_not_visible(tmp_path: Path) -> None:
     found = partition(tmp_path)
     for attempt, name in enumerate("aab"):
         writer.append_chunk(make_chunk("run", "p", TABLE, name, 0, 4, attempt=attempt))
-        writer.append_control(RowKind.SEAL, name, attempt, 0, 5, 8)
+        writer.append_controls([(RowKind.SEAL, name, attempt, 0, 5, 8)])
     found.load(Segment(0, writer.path, writer.index))
     found.publish("a", 0)
     found.rebuild()

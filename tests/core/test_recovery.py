@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from trace_store import Site
+from trace_store import Site, TokenSpan
 from trace_store.checksum import record_checksum, trajectory_seed
 from trace_store.chunk import Chunk, RecordGroup
+from trace_store.engine import Engine
 from trace_store.errors import Incomplete, StorageFailed
 from trace_store.planner import MissingReason
 from trace_store.recovery import RECOVERING_SUFFIX
@@ -327,3 +328,26 @@ def test_an_unreadable_sector_costs_its_own_rows(store: Any, open_store: Any, tm
     gaps = again.check("t", 0, 9, include_open=True)
     assert {(gap.start, gap.stop) for gap in gaps} <= {(3, 6)}
     assert gaps
+
+
+def test_a_release_of_several_trajectories_survives_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A crash before its answer leaves all of them or none, wherever the write was cut."""
+    engine = Engine(tmp_path / "store")
+    engine.register("run", [Site(0, "k", 64)])
+    for name in "ab":
+        engine.seal("run", "p", name, tokens=1, prompt_tokens=0).result()
+    segment = next((tmp_path / "store").rglob("0*.open"))
+    before = segment.stat().st_size
+    assert engine.release("run", "p", ["a", "b"]).result() == 2
+    seen = set()
+    for cut in range(before, segment.stat().st_size + 1, 8):
+        copy = tmp_path / f"cut-{cut}"
+        shutil.copytree(tmp_path / "store", copy)
+        os.truncate(copy / segment.relative_to(tmp_path / "store"), cut)
+        again = Engine(copy)
+        with again.read("run", "p", [TokenSpan("a", 0, 1), TokenSpan("b", 0, 1, 1)], [0]) as read:
+            assert not list(read)
+        again.close()
+        seen.add(tuple(gap.reason.name for gap in read.missing))
+    engine.close()
+    assert seen == {("NOT_RECORDED", "NOT_RECORDED"), ("RELEASED", "RELEASED")}

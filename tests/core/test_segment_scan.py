@@ -10,6 +10,7 @@ import pytest
 import zstandard
 
 from trace_store import Site
+from trace_store.checksum import RowKind
 from trace_store.errors import DataLoss
 from trace_store.segment.index import ROW, SegmentIndex
 from trace_store.segment.scan import MAGIC, decode_scales, scan_segment, verify_row
@@ -110,3 +111,20 @@ def test_an_index_comes_back_from_its_bytes() -> None:
     again = SegmentIndex.from_bytes(index.to_bytes(), "s", 1000)
     assert again.rows.tolist() == index.rows.tolist()
     assert again.trajectories == index.trajectories == [f"t{number}" for number in range(7)]
+
+
+def test_a_zeroed_message_length_is_no_end_of_stream(tmp_path: Path) -> None:
+    """Marker and four zero bytes also end a stream; only a footer behind them says that they do."""
+    writer = SegmentWriter(tmp_path, "segment", HEADER)
+    starts = []
+    for name in ("a", "b", "c"):
+        starts.append(writer.written_bytes)
+        writer.append_controls([(RowKind.SEAL, name, 0, 0, 1, 0)])
+    writer.close()
+    content = bytearray(writer.path.read_bytes())
+    content[starts[1] + 4 : starts[1] + 8] = bytes(4)
+    writer.path.write_bytes(content)
+    scan = scan_segment(writer.path)
+    kept = [scan.index.trajectories[number] for number in scan.index.rows["trajectory"]]
+    assert kept == ["a", "c"]
+    assert len(scan.damage) == 1

@@ -37,7 +37,7 @@ def chunk(start: int, stop: int, trajectory: str = "t") -> Any:
 def test_stock_arrow_opens_a_sealed_segment(writer: SegmentWriter) -> None:
     made = join_chunks([chunk(0, 4), chunk(4, 9)])
     writer.append_chunk(made)
-    writer.append_control(RowKind.SEAL, "t", 0, 2, 10, 18)
+    writer.append_controls([(RowKind.SEAL, "t", 0, 2, 10, 18)])
     path = writer.seal()
     assert path.name == "0000000007-e.arrow"
     with pa.ipc.open_file(path) as file:
@@ -53,7 +53,7 @@ def test_stock_arrow_opens_a_sealed_segment(writer: SegmentWriter) -> None:
 def test_the_index_of_a_sealed_segment_is_that_of_its_scan(writer: SegmentWriter) -> None:
     for number in range(5):
         writer.append_chunk(chunk(3 * number, 3 * number + 3, f"t{number % 2}"))
-    writer.append_control(RowKind.RELEASE, "t1", 0, 0, 0, 0)
+    writer.append_controls([(RowKind.RELEASE, "t1", 0, 0, 0, 0)])
     open_scan = scan_segment(writer.path)
     path = writer.seal()
     header, index = open_sealed(path)

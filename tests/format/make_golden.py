@@ -35,7 +35,7 @@ def small(directory: Path) -> None:
     checksum = record_checksum(trajectory_seed("run", "step", "t"), 0, 7, 0, 0, 1, codes, scales, tensor)
     group = RecordGroup("t", 0, 7, 0, 1, (0,), (False,), (checksum,))
     writer.append_chunk(Chunk((group,), *map(memoryview, (codes, scales, tensor))))
-    writer.append_control(RowKind.SEAL, "t", 0, 0, 2, 1)
+    writer.append_controls([(RowKind.SEAL, "t", 0, 0, 2, 1)])
     writer.seal()
     writer.close()
 
@@ -46,11 +46,11 @@ def _write_all(writer: SegmentWriter) -> None:
 
     writer.append_chunk(join_chunks([chunk("a", 0, 5), chunk("b/ü", 0, 3)]))
     writer.append_chunk(chunk("a", 5, 9, version=4))
-    writer.append_control(RowKind.SEAL, "a", 0, 2, 10, 9 * len(TABLE))
+    writer.append_controls([(RowKind.SEAL, "a", 0, 2, 10, 9 * len(TABLE))])
     writer.append_chunk(chunk("b/ü", 0, 2, attempt=1))
-    writer.append_control(RowKind.SEAL, "b/ü", 1, 0, 3, 2 * len(TABLE))
+    writer.append_controls([(RowKind.SEAL, "b/ü", 1, 0, 3, 2 * len(TABLE))])
     writer.append_chunk(chunk("gone", 0, 2))
-    writer.append_control(RowKind.RELEASE, "gone", 0, 0, 0, 0)
+    writer.append_controls([(RowKind.RELEASE, "gone", 0, 0, 0, 0)])
     writer.append_chunk(chunk("unsealed", 4, 6))
 
 

@@ -225,11 +225,13 @@ class TestReaders:
 
         before = open_segments()
         with grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", 17 * MIB)]) as channel:
-            for _ in range(5):
-                call = open_read(channel, run, spans)
+            calls = [open_read(channel, run, spans) for _ in range(5)]
+            for call in calls:
                 next(call)
+            assert open_segments() > before, "a read in progress holds its segments"
+            for call in calls:
                 call.cancel()
-        wait_until(lambda: open_segments() <= before)
+            wait_until(lambda: open_segments() <= before)
 
     @pytest.mark.parametrize("arena", ["required", "off"])
     def test_health_answers_while_bulk_runs(self, server: Any, backlog: Any, arena: str) -> None:

@@ -79,5 +79,6 @@ def test_stateful(module: Any, report: Any) -> None:
 
 def test_random_mixes_of_errors(tmp_path: Path, module: Any, strace: Any, report: Any) -> None:
     disk = module("integration/test_disk.py")
-    disk.mix_errors(tmp_path, strace, random.Random(5), rounds=60)
-    report("runs under random write and sync errors=60 broken=0")
+    promises = disk.mix_errors(tmp_path, strace, random.Random(5), rounds=60)
+    assert promises > 0
+    report(f"runs under random write and sync errors=60 acknowledged={promises} broken=0")

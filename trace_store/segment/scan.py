@@ -26,6 +26,8 @@ from trace_store.segment.writer import index_rows
 MAGIC = b"ARROW1\0\0"
 _CONTINUATION = b"\xff\xff\xff\xff"
 _END_OF_STREAM = _CONTINUATION + bytes(4)
+_FOOTER_MAGIC = b"ARROW1"
+_FOOTER_TAIL_BYTES = 4 + len(_FOOTER_MAGIC)
 
 METADATA_BYTES_MAX = 64 << 10
 """Largest header of a record batch; twelve columns take about 1 KiB."""
@@ -188,8 +190,8 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     size = len(content)
     while offset < size:
-        if content[offset : offset + 8] == _END_OF_STREAM:
-            return  # the footer follows
+        if _is_end_of_stream(content, offset):
+            return
         batch, length = _read_batch(data, content, offset, schema)
         if batch is None:
             found = _next_batch(data, content, offset, schema)
@@ -216,6 +218,17 @@ def _read_batch(
     except (pa.ArrowException, OSError, EOFError, ValueError):
         return None, 0
     return batch, 8 + metadata_bytes + (message.body.size if message.body is not None else 0)
+
+
+def _is_end_of_stream(content: bytearray, offset: int) -> bool:
+    """Whether the stream ends here: its mark, then a footer that fills the file.
+
+    The mark alone proves nothing: a message whose length was zeroed looks the same and has good rows behind it.
+    """
+    if content[offset : offset + 8] != _END_OF_STREAM or not content.endswith(_FOOTER_MAGIC):
+        return False
+    footer_bytes = int.from_bytes(content[-_FOOTER_TAIL_BYTES : -len(_FOOTER_MAGIC)], "little")
+    return offset + 8 + footer_bytes + _FOOTER_TAIL_BYTES == len(content)
 
 
 def _next_batch(

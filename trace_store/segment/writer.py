@@ -63,6 +63,10 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+ControlRow = tuple[RowKind, str, int, int, int, int]
+"""Kind, trajectory, attempt, start, stop, rows. Of a seal: prompt tokens, tokens, token rows over all sites."""
+
+
 class _Sink:
     """File object for pyarrow that keeps every written buffer and its position instead of writing it."""
 
@@ -173,11 +177,13 @@ class SegmentWriter:
         ]
         return self.append_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
 
-    def append_control(
-        self, kind: RowKind, trajectory: str, attempt: int, start: int, stop: int, rows: int
-    ) -> npt.NDArray[np.void]:
-        """Write a seal (start = prompt tokens, stop = tokens, rows = token rows held over all sites) or a release."""
-        return self.append_batch(self._single_row(kind, trajectory, attempt, start, stop, b"", rows))
+    def append_controls(self, controls: Sequence[ControlRow]) -> npt.NDArray[np.void]:
+        """Write seals or releases as one record batch, so that a crash leaves all of them or none."""
+        rows = [
+            self._single_row(kind, trajectory, attempt, start, stop, b"", held)
+            for kind, trajectory, attempt, start, stop, held in controls
+        ]
+        return self.append_batch(pa.Table.from_batches(rows).combine_chunks().to_batches()[0])
 
     def append_batch(self, batch: pa.RecordBatch) -> npt.NDArray[np.void]:
         """Write a record batch with the segment's columns and return its index rows."""
