@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trace_store.catalog import Attempt, Holding, Partition, gaps
+from trace_store.attempt import Attempt, Holding
+from trace_store.catalog import Partition, gaps
 from trace_store.checksum import record_checksum, trajectory_seed
 from trace_store.chunk import Chunk, RecordGroup, RecordView, iterate_records
 from trace_store.errors import Conflict, InvalidRequest, Sealed, StaleAttempt

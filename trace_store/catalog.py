@@ -2,151 +2,25 @@
 
     Run -> Partition -> Trajectory -> sealed attempt (visible), pending ones (their seal is being synced), open attempt
 
-An attempt keeps its record groups in plain arrays: for each group the segment, the first index row, the token span and
-the set of sites; rows of a group are consecutive. 20 bytes a group here and 74 a record in the segment's index.
+Rows of one server apply in their order; where several servers wrote of one trajectory, ``history`` puts them together.
 All methods want the engine's lock held.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
+from trace_store.attempt import Attempt, Segment, SiteSet, Trajectory
 from trace_store.checksum import RowKind
 from trace_store.errors import TraceStoreError
+from trace_store.history import Event, events_of, settle, shared_names
 from trace_store.record import Site
-from trace_store.segment.index import SegmentIndex
-
-SiteSet = tuple[int, ...]
-
-_GROUP_KEY = ("kind", "trajectory", "attempt", "start", "stop")
-"""Consecutive rows that agree in these are one group."""
 
 RELEASED_MAX = 10_000
-
-
-@dataclass
-class Segment:
-    """One segment as the catalog knows it. ``path`` and ``index`` change when it is sealed or rewritten.
-
-    Attributes:
-        disk_bytes: bytes on the local disk; 0 when it is only in the object store.
-        local: whether ``path`` is there; else the object store has it.
-        uploaded: whether the object store has it.
-        foreign: whether another server wrote it.
-        object_bytes: size of the object, when it is not local.
-        read_at: when a read last wanted it, on the engine's clock.
-        entered_rows: index rows that the catalog has; the writer adds rows to the index first and enters them after.
-    """
-
-    number: int
-    path: Path
-    index: SegmentIndex
-    disk_bytes: int = 0
-    local: bool = True
-    uploaded: bool = False
-    foreign: bool = False
-    object_bytes: int = 0
-    read_at: float = 0.0
-    entered_rows: int = 0
-
-    def replace_index(self, index: SegmentIndex) -> None:
-        """Stand on another file with other rows or places; the partition is rebuilt next where the rows differ."""
-        self.index, self.entered_rows = index, len(index)
-
-
-@dataclass
-class Holding:
-    """Group ``position`` of an attempt, unpacked."""
-
-    segment: int
-    first_row: int
-    start: int
-    stop: int
-    sites: SiteSet
-
-
-class Attempt:
-    """Record groups of one attempt.
-
-    Attributes:
-        sealed: None, or (tokens, prompt tokens).
-        sealed_rows: token rows over all sites that the attempt held when it was sealed.
-        stop_max: end of the last group.
-    """
-
-    __slots__ = ("_columns", "_site_sets", "number", "sealed", "sealed_rows", "stop_max")
-
-    def __init__(self, number: int, site_sets: list[SiteSet]) -> None:
-        self.number = number
-        self.sealed: tuple[int, int] | None = None
-        self.sealed_rows = 0
-        self.stop_max = 0
-        self._columns = array("I")
-        self._site_sets = site_sets
-
-    def __len__(self) -> int:
-        return len(self._columns) // 5
-
-    def add(self, segment: int, first_row: int, start: int, stop: int, site_set: int) -> None:
-        self._columns.extend((segment, first_row, start, stop, site_set))
-        self.stop_max = max(self.stop_max, stop)
-
-    def columns(self) -> npt.NDArray[np.uint32]:
-        """uint32 [groups, 5]: segment, first row, start, stop, site set. A copy: the array may grow later."""
-        return np.array(self._columns, np.uint32).reshape(-1, 5)
-
-    def overlapping(self, start: int, stop: int) -> Iterator[Holding]:
-        """Groups that share tokens with [start, stop), oldest first."""
-        # Rollouts append at the end, so this is the common case and keeps a long trajectory linear.
-        if start >= self.stop_max:
-            return
-        columns = self.columns()
-        for segment, first, low, high, sites in columns[(columns[:, 2] < stop) & (columns[:, 3] > start)].tolist():
-            yield Holding(segment, first, low, high, self._site_sets[sites])
-
-    def records(self) -> int:
-        return sum(len(self._site_sets[sites]) for sites in self._columns[4::5])
-
-    def rows(self) -> int:
-        """Token rows over all sites; no row is held twice."""
-        columns = self.columns().astype(np.int64)
-        sites = np.array([len(sites) for sites in self._site_sets], np.int64)
-        return int(((columns[:, 3] - columns[:, 2]) * sites[columns[:, 4]]).sum()) if len(columns) else 0
-
-    @property
-    def damaged(self) -> bool:
-        """Whether rows that were there at the seal are gone: the disk lost them and recovery dropped what was left."""
-        return self.sealed is not None and self.rows() < self.sealed_rows
-
-    def segments(self) -> set[int]:
-        return set(self._columns[0::5])
-
-
-class Trajectory:
-    """The visible (sealed) attempt and newer ones; a newer sealed attempt replaces the visible one as a whole.
-
-    ``pending`` holds attempts whose seal is written and not yet durable, oldest first: usually none, one for a moment.
-    """
-
-    __slots__ = ("open", "pending", "sealed")
-
-    def __init__(self) -> None:
-        self.sealed: Attempt | None = None
-        self.pending: tuple[Attempt, ...] = ()
-        self.open: Attempt | None = None
-
-    @property
-    def newest(self) -> Attempt | None:
-        return self.open or (self.pending[-1] if self.pending else self.sealed)
-
-    def find(self, number: int) -> Attempt | None:
-        return next((a for a in (self.open, *self.pending, self.sealed) if a is not None and a.number == number), None)
 
 
 @dataclass
@@ -159,6 +33,10 @@ class Partition:
     trajectories: dict[str, Trajectory] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
     segments: dict[int, Segment] = field(default_factory=dict)
+    unpublished: set[tuple[str, int]] = field(default_factory=set)
+    """Trajectory and attempt of seals that are written and not durable yet."""
+    changes: int = 0
+    """How often something else than the writer's own rows changed it."""
     written_at: float = 0.0
     """When it last got a row, in seconds since 1970 on the engine's clock."""
     deferred: dict[tuple[str, int], TraceStoreError] = field(default_factory=dict)
@@ -177,6 +55,11 @@ class Partition:
             found = entry.open = Attempt(number, self.run.site_sets)
         return found
 
+    def is_sealed(self, trajectory: str, number: int) -> bool:
+        entry = self.trajectories.get(trajectory)
+        found = entry.find(number) if entry is not None else None
+        return found is not None and found.sealed is not None
+
     def mark_sealed(self, trajectory: str, number: int, tokens: int, prompt_tokens: int, rows: int) -> None:
         """Close an attempt to new rows. It becomes visible with ``publish``, once its seal is durable."""
         attempt = self.attempt(trajectory, number)
@@ -187,6 +70,7 @@ class Partition:
 
     def publish(self, trajectory: str, number: int) -> None:
         """Make a sealed attempt the visible one; older ones are forgotten."""
+        self.unpublished.discard((trajectory, number))
         entry = self.trajectories.get(trajectory)
         for attempt in entry.pending if entry is not None else ():
             if entry is not None and attempt.number == number:
@@ -197,23 +81,59 @@ class Partition:
         self.released.add(trajectory)
         return self.trajectories.pop(trajectory, None) is not None
 
-    def rebuild(self) -> None:
-        """Derive everything again from the segments' indexes, in their order; attempts not yet visible stay so.
+    def load(self, *segments: Segment) -> None:
+        """Enter whole segments: what is in a file at a start, or in the bucket, is durable and its seals visible."""
+        names: set[str] = set()
+        for segment in segments:
+            self.segments[segment.number] = segment
+            segment.entered_rows = len(segment.index)
+            names.update(segment.index.trajectories)
+        self.rebuild(names if len(segments) < len(self.segments) else None)
+
+    def rebuild(self, names: set[str] | None = None) -> None:
+        """Derive trajectories (None: all) again from the segments' indexes; attempts not yet visible stay so.
 
         The writer reads the catalog without the lock while it admits a chunk, so the new state replaces the old one at
         the end and nobody sees it half built.
         """
-        visible = {name: entry.sealed.number for name, entry in self.trajectories.items() if entry.sealed is not None}
-        pending = {name for name, entry in self.trajectories.items() if entry.pending}
-        fresh = Partition(self.run, self.name, self.directory, segments=self.segments)
-        for segment in sorted(self.segments.values(), key=lambda segment: segment.path.name):
-            fresh._enter(segment, 0, segment.entered_rows)
-        for name, entry in fresh.trajectories.items():
-            if name not in pending:
-                self._publish_all(entry)
-            elif name in visible:
-                fresh.publish(name, visible[name])
-        self.trajectories, self.released = fresh.trajectories, fresh.released
+        segments = sorted(self.segments.values(), key=lambda segment: segment.path.stem)
+        if names is not None:
+            segments = [segment for segment in segments if not names.isdisjoint(segment.index.trajectories)]
+        shared = shared_names(segments, names)
+        fresh = Partition(self.run, self.name, self.directory, unpublished=set(self.unpublished))
+        events: dict[str, list[Event]] = {name: [] for name in shared}
+        for segment in segments:
+            for name, event in events_of(segment, 0, segment.entered_rows):
+                if name in shared:
+                    events[name].append(event)
+                elif names is None or name in names:
+                    fresh._apply(name, event)
+        for entry_name, entry in fresh.trajectories.items():
+            fresh._publish_durable(entry_name, entry)
+        for name in shared:
+            fresh._settle(name, events[name])
+        self.changes += 1
+        if names is None:
+            self.trajectories, self.released = fresh.trajectories, fresh.released
+            return
+        self.trajectories.update(fresh.trajectories)
+        for name in names.difference(fresh.trajectories):
+            self.trajectories.pop(name, None)
+        self.released.difference_update(names)
+        self.released.update(fresh.released)
+
+    def _settle(self, name: str, events: list[Event]) -> None:
+        unpublished = {number for trajectory, number in self.unpublished if trajectory == name}
+        entry = settle(events, self.run, unpublished) if events else None
+        if entry is not None:
+            self.trajectories[name] = entry
+        elif events:
+            self.released.add(name)
+
+    def _publish_durable(self, name: str, entry: Trajectory) -> None:
+        for attempt in entry.pending:
+            if (name, attempt.number) not in self.unpublished:
+                self.publish(name, attempt.number)
 
     def drop(self, numbers: set[int]) -> None:
         """Forget segments that another server released; trajectories that go with them count as released."""
@@ -223,63 +143,42 @@ class Partition:
         self.rebuild()
         self.released.update(before.difference(self.trajectories))
 
-    def load(self, segment: Segment) -> None:
-        """Enter a segment and apply its rows in order."""
-        self.segments[segment.number] = segment
-        self.apply(segment, 0)
+    def apply(self, segment: Segment, first_row: int, changes: int | None = None) -> None:
+        """Enter rows that were written here, from ``first_row`` to the last one.
 
-    def publish_all(self) -> None:
-        """After a start: all that was read from disk is durable, so every sealed attempt is visible."""
-        for entry in self.trajectories.values():
-            self._publish_all(entry)
-
-    @staticmethod
-    def _publish_all(entry: Trajectory) -> None:
-        if entry.pending:
-            entry.sealed, entry.pending = entry.pending[-1], ()
-
-    def apply(self, segment: Segment, first_row: int) -> None:
-        """Enter index rows from ``first_row`` to the last one."""
+        ``changes``: of the partition, when it was decided to write them. If others' segments were entered since, a seal
+        or release must not take in what it did not know.
+        """
         segment.entered_rows = len(segment.index)
-        self._enter(segment, first_row, segment.entered_rows)
+        names: set[str] = set()
+        for name, event in events_of(segment, first_row, segment.entered_rows):
+            if event.kind == RowKind.SEAL:
+                self.unpublished.add((name, event.attempt))
+            names.add(name)
+            self._apply(name, event)
+        if changes is not None and changes != self.changes:
+            self.rebuild(names)
 
-    def _enter(self, segment: Segment, first_row: int, end_row: int) -> None:
-        """Enter index rows [first_row, end_row); consecutive rows of one key and span form a group."""
-        rows = segment.index.rows[first_row:end_row]
-        if not len(rows):
-            return
-        # Two appends of one span with disjoint sites may stand side by side: they form one group with all sites, which
-        # says the same.
-        differs = np.zeros(len(rows) - 1, bool)
-        for name in _GROUP_KEY:
-            column = rows[name]
-            differs |= column[1:] != column[:-1]
-        starts = np.concatenate(([0], np.flatnonzero(differs) + 1))
-        sites = rows["site"].tolist()
-        columns = [rows[name][starts].tolist() for name in (*_GROUP_KEY, "policy_version")]
-        names = segment.index.trajectories
-        for low, high, kind, trajectory, number, start, stop, version in zip(
-            starts.tolist(), [*starts[1:].tolist(), len(rows)], *columns, strict=True
-        ):
-            if kind == RowKind.RECORD:
-                site_set = self.run.site_set(tuple(sites[low:high]))
-                self._add_group(names[trajectory], number, segment.number, first_row + low, start, stop, site_set)
-            elif kind == RowKind.RELEASE:
-                self.release(names[trajectory])
-            elif kind == RowKind.SEAL and self._is_current(names[trajectory], number):
-                self.mark_sealed(names[trajectory], number, stop, start, version)
+    def _apply(self, name: str, event: Event) -> None:
+        """Apply the next event of a writer that knew all that is here."""
+        if event.kind == RowKind.RECORD:
+            self._add_group(name, event)
+        elif event.kind == RowKind.RELEASE:
+            self.release(name)
+        elif self._is_current(name, event.attempt):
+            self.mark_sealed(name, event.attempt, event.stop, event.start, event.rows)
 
-    def _add_group(
-        self, name: str, number: int, segment: int, first_row: int, start: int, stop: int, site_set: int
-    ) -> None:
+    def _add_group(self, name: str, event: Event) -> None:
         self.released.discard(name)
+        number = event.attempt
         entry = self.trajectories.get(name)
-        if entry is None or entry.open is None or entry.open.number != number:
+        attempt = entry.open if entry is not None else None
+        if attempt is None or attempt.number != number:
             if not self._is_current(name, number) and (entry is None or entry.find(number) is None):
                 return
-            self.attempt(name, number).add(segment, first_row, start, stop, site_set)
-            return
-        entry.open.add(segment, first_row, start, stop, site_set)
+            attempt = self.attempt(name, number)
+        site_set = self.run.site_set(event.sites)
+        attempt.add(event.segment.number, event.row, event.start, event.stop, site_set)
 
     def _is_current(self, name: str, number: int) -> bool:
         """Whether no newer attempt of the trajectory is known."""

@@ -31,6 +31,7 @@ class RowKind(enum.IntEnum):
     SEAL = 1
     RELEASE = 2
     INDEX = 3
+    KNOWN = 4
 
 
 NO_SITE = 0xFFFF_FFFF

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from trace_store.catalog import Attempt, Partition, Run
+from trace_store.attempt import Attempt
+from trace_store.catalog import Partition, Run
 from trace_store.planner import Missing, MissingReason
 from trace_store.record import TokenSpan
 

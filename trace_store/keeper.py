@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trace_store.catalog import Partition, Segment
+from trace_store.attempt import Segment
+from trace_store.catalog import Partition
 from trace_store.gate import DiskGate
 from trace_store.retention import Limits, PartitionFacts, SegmentFacts, to_evict, to_release
 from trace_store.tier.layout import Place

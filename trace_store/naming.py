@@ -30,3 +30,9 @@ def directory_name(name: str) -> str:
 def segment_name(sequence: int, epoch: str) -> str:
     """Segment stem: order within the partition, then the writer's epoch, unique among all writers."""
     return f"{sequence:010d}-{epoch}"
+
+
+def parse_segment_name(stem: str) -> tuple[int, str]:
+    """Sequence and epoch of a segment stem; a name that is none of ours counts as an epoch of its own."""
+    sequence, _, epoch = stem.partition("-")
+    return (int(sequence), epoch) if sequence.isascii() and sequence.isdigit() else (0, stem)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from trace_store.catalog import Attempt, Partition, gaps
+from trace_store.attempt import Attempt
+from trace_store.catalog import Partition, gaps
 from trace_store.record import TokenSpan
 
 Column = npt.NDArray[np.int64]

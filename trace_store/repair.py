@@ -18,7 +18,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trace_store.catalog import Partition, Segment
+from trace_store.attempt import Segment
+from trace_store.catalog import Partition
 from trace_store.errors import FormatError, StorageFailed, TraceStoreError
 from trace_store.recovery import copy_rows, replace_source, set_aside
 from trace_store.segment.scan import scan_segment

@@ -17,20 +17,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from typing import Any, TypeGuard
 
 from trace_store.admission import admit
-from trace_store.catalog import Partition, Segment
+from trace_store.attempt import Segment
+from trace_store.catalog import Partition
 from trace_store.chunk import check_chunk
 from trace_store.commands import AppendCommand, AppendResult, Command, ReleaseCommand, RollCommand, SealCommand
 from trace_store.errors import StorageFailed, TraceStoreError, Unavailable
 from trace_store.gate import DiskGate
+from trace_store.history import Known, known_rows
+from trace_store.mixture import refuse_mixture
 from trace_store.repair import Place, Repairs
 from trace_store.seal import seal_attempt
-from trace_store.segment.writer import SegmentWriter
+from trace_store.segment.writer import ControlRow, SegmentWriter
 from trace_store.syncer import Syncer
 from trace_store.volume import Volume
 
@@ -72,6 +75,8 @@ class _Open:
     partition: Partition
     segment: Segment
     writer: SegmentWriter
+    told: set[str] = field(default_factory=set)
+    """Segments of other epochs that KNOWN rows in it name."""
     last_write_s: float = 0.0
     roll_at_s: float | None = None
 
@@ -236,6 +241,10 @@ class Shard:
             if self._gate is not None:
                 self._gate.admit(admission.chunk.payload_bytes)
             compress = self._may_compress(admission.chunk.scales.nbytes)
+            if any(partition.is_sealed(group.trajectory, group.attempt) for group in admission.chunk.groups):
+                with self._volume.lock:  # the rows replace lost ones: they must be seen to know the seal
+                    known = self._volume.known(partition)
+                self._write_controls(partition, [], known)
             self._write(partition, methodcaller("append_chunk", admission.chunk, compress))
         result = AppendResult(stored, admission.duplicates)
         if command.durability == "synced":
@@ -256,10 +265,13 @@ class Shard:
     def _seal(self, command: SealCommand) -> None:
         partition = self._volume.live(command.partition)
         _raise_deferred(partition, command.trajectory, command.attempt)
-        receipt, row = seal_attempt(partition, command, self._volume.server)
+        fetch = partial(self._volume.read_record, partition)
+        refuse_mixture(partition, command.trajectory, command.attempt, fetch)
+        with self._volume.lock:
+            receipt, row = seal_attempt(partition, command, self._volume.server)
+            known = self._volume.known(partition)
         if row is not None:
-            self._write(partition, methodcaller("append_controls", [row]))
-            self._roll_soon(partition)
+            self._write_controls(partition, [row], known)
 
         def publish() -> None:
             with self._volume.lock:
@@ -276,13 +288,27 @@ class Shard:
                 if self._volume.is_released(partition):
                     self._forget(partition)
             return
-        rows = self._volume.release_rows(partition, command.trajectories)
+        with self._volume.lock:
+            rows = self._volume.release_rows(partition, command.trajectories)
+            known = self._volume.known(partition)
         if rows:
-            self._write(partition, methodcaller("append_controls", rows))
-            self._roll_soon(partition)
+            self._write_controls(partition, rows, known)
         self._answer_synced(command.future, len(rows))
 
-    def _write(self, partition: Partition, write: Callable[[SegmentWriter], Any]) -> None:
+    def _write_controls(self, partition: Partition, controls: list[ControlRow], known: Known) -> None:
+        """Write seals or releases, behind KNOWN rows for what their decision knew and the segment does not name yet."""
+        tail = self._open_segment(partition)
+        told, rows = known_rows(known.segments, tail.told)
+        if not (rows or controls):
+            return
+        self._write(partition, methodcaller("append_controls", [*rows, *controls]), known.changes)
+        tail.told = told
+        if controls:
+            self._roll_soon(partition)
+
+    def _write(
+        self, partition: Partition, write: Callable[[SegmentWriter], Any], decided_at: int | None = None
+    ) -> None:
         """Write rows to the partition's open segment and enter them in the catalog."""
         tail = self._open_segment(partition)
         writer, first_row = tail.writer, len(tail.writer.index)
@@ -293,7 +319,7 @@ class Shard:
             raise
         with self._volume.lock:
             tail.segment.disk_bytes = writer.written_bytes
-            partition.apply(tail.segment, first_row)
+            partition.apply(tail.segment, first_row, decided_at)
         self._syncer.wrote(writer)
         tail.last_write_s = self._clock()
         partition.written_at = self._volume.now()

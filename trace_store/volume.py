@@ -20,11 +20,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from trace_store.catalog import Partition, Run, Segment
+from trace_store.attempt import Segment
+from trace_store.catalog import Partition, Run
 from trace_store.checksum import RowKind
 from trace_store.deleter import Deleter
 from trace_store.errors import NotFound, SchemaMismatch, StorageFailed, TraceStoreError
 from trace_store.fetch import OpenSegment, read_record
+from trace_store.history import Known
 from trace_store.naming import MANIFEST_PREFIX, RELEASED_OBJECTS, RELEASED_PREFIX, directory_name, segment_name
 from trace_store.opening import find_run
 from trace_store.record import Site
@@ -216,11 +218,13 @@ class Volume:
                 return {segment.path.name for partition in found for segment in partition.segments.values()}
         return set()
 
-    def enter_remote(
+    def remote_segment(
         self, partition: Partition, name: str, header: SegmentHeader, index: SegmentIndex, size: int
     ) -> Segment:
-        """Enter a segment of the object store. Wants the lock held."""
-        segment = Segment(
+        """A segment of the object store, to be loaded into the partition. Wants the lock held."""
+        following = max(self._next_sequence.get(partition.directory, 0), header.sequence + 1)
+        self._next_sequence[partition.directory] = following
+        return Segment(
             self._segment_number(),
             partition.directory / name,
             index,
@@ -228,11 +232,8 @@ class Volume:
             uploaded=True,
             foreign=header.server != self.server,
             object_bytes=size,
+            version=header.version,
         )
-        partition.load(segment)
-        following = max(self._next_sequence.get(partition.directory, 0), header.sequence + 1)
-        self._next_sequence[partition.directory] = following
-        return segment
 
     def read_record(self, partition: Partition, number: int, row: int) -> tuple[memoryview, memoryview, memoryview]:
         """Codes, scales and tensor scales of one stored record, verified."""
@@ -242,6 +243,11 @@ class Volume:
             return read_record(segment, row)
         finally:
             segment.source.close()
+
+    def known(self, partition: Partition) -> Known:
+        """What a seal or release that is decided now speaks of. Wants the lock held."""
+        others = tuple(segment for segment in partition.segments.values() if segment.epoch != self.epoch)
+        return Known(others, partition.changes)
 
     # -- release
 
@@ -310,15 +316,17 @@ class Volume:
         run = self.runs[found.name] = Run(found.name, found.sites, directory)
         for name, (path, segments) in found.partitions.items():
             partition = self.partition(run, name)
+            loaded: list[Segment] = []
             for segment_path, header, index in segments:
                 found_file = segment_path.stat()
-                segment = Segment(self._segment_number(), segment_path, index, found_file.st_size)
-                partition.load(segment)
+                number = self._segment_number()
+                segment = Segment(number, segment_path, index, found_file.st_size, version=header.version)
+                loaded.append(segment)
                 if segment_path.suffix != SEALED_SUFFIX:
                     self.left_open.append((partition, segment))
                 partition.written_at = max(partition.written_at, found_file.st_mtime)
                 self._next_sequence[path] = header.sequence + 1
-            partition.publish_all()
+            partition.load(*loaded)
 
     def _segment_number(self) -> int:
         self._next_segment += 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from trace_store.catalog import Partition, Trajectory
+from trace_store.attempt import Trajectory
+from trace_store.catalog import Partition
 from trace_store.engine import Engine
 from trace_store.errors import NotFound
 from trace_store.v1 import trace_store_service_pb2 as service_pb2

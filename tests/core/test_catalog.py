@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trace_store import Site
-from trace_store.catalog import Attempt, Partition, Run, Segment, Trajectory, covered, gaps, holes
+from trace_store.attempt import Attempt, Segment, Trajectory
+from trace_store.catalog import Partition, Run, covered, gaps, holes
 from trace_store.checksum import RowKind
 from trace_store.segment.schema import SegmentHeader
 from trace_store.segment.writer import SegmentWriter

@@ -162,9 +162,12 @@ def url(s3: S3Server) -> str:
 class Sidecar:
     """An engine on a directory and a bucket; rows are those of ``trace_store.testing.records``."""
 
-    def __init__(self, root: Path, url: str, name: str, limits: Limits | None, timeouts: Timeouts | None) -> None:
+    def __init__(
+        self, root: Path, url: str, name: str, limits: Limits | None, timeouts: Timeouts | None, epoch: str = ""
+    ) -> None:
         self.root, self.name = root, name
-        self.engine = Engine(root, name, limits=limits, objects=ObjectStore(url, timeouts))
+        unique: dict[str, Any] = {"epoch": lambda: epoch} if epoch else {}
+        self.engine = Engine(root, name, limits=limits, objects=ObjectStore(url, timeouts), **unique)
 
     @property
     def tier(self) -> Any:
@@ -205,11 +208,11 @@ class Sidecar:
 
 @pytest.fixture
 def sidecar(tmp_path: Path, url: str) -> Iterator[Callable[..., Sidecar]]:
-    """``sidecar(name, limits=, timeouts=)``: an engine on ``tmp_path / name`` and the test's bucket."""
+    """``sidecar(name, limits=, timeouts=, epoch=)``: an engine on ``tmp_path / name`` and the test's bucket."""
     made: list[Sidecar] = []
 
-    def make(name: str, limits: Limits | None = None, timeouts: Timeouts | None = QUICK) -> Sidecar:
-        made.append(Sidecar(tmp_path / name, url, name, limits, timeouts))
+    def make(name: str, limits: Limits | None = None, timeouts: Timeouts | None = QUICK, epoch: str = "") -> Sidecar:
+        made.append(Sidecar(tmp_path / name, url, name, limits, timeouts, epoch))
         return made[-1]
 
     yield make

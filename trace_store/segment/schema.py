@@ -17,7 +17,10 @@ import xxhash
 from trace_store.errors import FormatError, InvalidRequest
 from trace_store.record import Site, check_site_table
 
-FORMAT_VERSION = "1"
+FORMAT_VERSION = "2"
+
+READABLE_VERSIONS = ("1", "2")
+"""In version 1 a SEAL or RELEASE speaks of all rows of segments with lower names, since then of those that it knew."""
 
 CHECKSUM_KEY = "trace_store.checksum"
 
@@ -56,6 +59,7 @@ class SegmentHeader:
     server: str
     sequence: int
     """Order among the segments of a partition that one server wrote."""
+    version: str = FORMAT_VERSION
 
 
 class UnknownVersion(FormatError):
@@ -65,7 +69,7 @@ class UnknownVersion(FormatError):
 def make_schema(header: SegmentHeader) -> pa.Schema:
     """Schema with the segment's metadata, keys and values in UTF-8."""
     metadata = {
-        "trace_store.format": FORMAT_VERSION,
+        "trace_store.format": header.version,
         "trace_store.run": header.run,
         "trace_store.partition": header.partition,
         "trace_store.server": header.server,
@@ -100,10 +104,10 @@ def read_header(schema: pa.Schema, name: str) -> SegmentHeader:
         raise FormatError(f"file is no segment, it names no format version, file={name}")
     if metadata.get(CHECKSUM_KEY) != metadata_checksum(metadata):
         raise FormatError(f"segment metadata does not match its checksum, segment={name}")
-    if version != FORMAT_VERSION:
+    if version not in READABLE_VERSIONS:
         raise UnknownVersion(f"segment has an unknown format version, segment={name} version={version}")
     if [(field.name, field.type) for field in schema] != list(COLUMNS):
-        raise FormatError(f"segment has other columns than format {FORMAT_VERSION}, segment={name}")
+        raise FormatError(f"segment has other columns than format {version}, segment={name}")
     try:
         return SegmentHeader(
             run=metadata["trace_store.run"],
@@ -111,6 +115,7 @@ def read_header(schema: pa.Schema, name: str) -> SegmentHeader:
             sites=sites_from_json(metadata["trace_store.sites"]),
             server=metadata["trace_store.server"],
             sequence=int(metadata["trace_store.sequence"]),
+            version=version,
         )
     except (KeyError, ValueError, TypeError, InvalidRequest) as error:
         raise FormatError(f"segment metadata is malformed, segment={name} cause={error!r}") from error

@@ -64,7 +64,8 @@ def sync_directory(directory: Path) -> None:
 
 
 ControlRow = tuple[RowKind, str, int, int, int, int]
-"""Kind, trajectory, attempt, start, stop, rows. Of a seal: prompt tokens, tokens, token rows over all sites."""
+"""Kind, trajectory, attempt, start, stop, rows. Of a seal: prompt tokens, tokens, token rows over all sites; of a known
+row: epoch, 0, first sequence, last sequence + 1, 0."""
 
 
 class _Sink:

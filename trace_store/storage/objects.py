@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from trace_store.catalog import Partition, Segment
+from trace_store.attempt import Segment
+from trace_store.catalog import Partition
 from trace_store.naming import RELEASED_OBJECTS
 from trace_store.storage.base import Source
 

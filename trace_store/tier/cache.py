@@ -14,7 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from trace_store.catalog import Partition, Segment
+from trace_store.attempt import Segment
+from trace_store.catalog import Partition
 from trace_store.errors import TraceStoreError
 from trace_store.recovery import RECOVERING_SUFFIX
 from trace_store.segment.reader import open_content

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from trace_store.catalog import Partition, Segment
+from trace_store.attempt import Segment
+from trace_store.catalog import Partition
 from trace_store.errors import StorageFailed, TraceStoreError
 from trace_store.storage.s3 import ObjectInfo
 from trace_store.tier.bucket import BucketView

@@ -11,8 +11,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from trace_store.attempt import Segment
 from trace_store.catalog import Partition, Run
-from trace_store.checksum import RowKind
 from trace_store.errors import FormatError, StorageFailed
 from trace_store.naming import directory_name
 from trace_store.segment.index import SegmentIndex
@@ -150,7 +150,7 @@ class Loader:
         log.error("object=%s is ignored: %s", info.key, reason)
 
     def _enter(self, run: Run, place: Place, loaded: list[LoadedSegment]) -> int:
-        entered: list[LoadedSegment] = []
+        entered: list[Segment] = []
         partition: Partition | None = None
         with self._volume.lock:
             known = self._volume.segment_names(*place)
@@ -161,18 +161,8 @@ class Loader:
                     self._refuse(item.info, "it belongs to another run, site table or partition")
                 elif item.name not in known:
                     partition = self._volume.partition(run, header.partition)
-                    self._volume.enter_remote(partition, item.name, header, item.index, item.info.size)
-                    entered.append(item)
+                    segment = self._volume.remote_segment(partition, item.name, header, item.index, item.info.size)
+                    entered.append(segment)
             if partition is not None:
-                if entered[0].name < max(known, default=""):
-                    partition.rebuild()  # rows of a partition count in the order of its segments
-                for item in entered:
-                    publish_seals(partition, item.index)
+                partition.load(*entered)
         return len(entered)
-
-
-def publish_seals(partition: Partition, index: SegmentIndex) -> None:
-    """Make attempts visible whose seal is in an uploaded segment: what is in the bucket is durable."""
-    rows = index.rows
-    for row in rows[rows["kind"] == RowKind.SEAL]:
-        partition.publish(index.trajectories[int(row["trajectory"])], int(row["attempt"]))

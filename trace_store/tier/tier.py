@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from trace_store.catalog import Partition, Run, Segment
+from trace_store.attempt import Segment
+from trace_store.catalog import Partition, Run
 from trace_store.errors import StorageFailed
 from trace_store.naming import MANIFEST_PREFIX, directory_name
 from trace_store.segment.schema import SEALED_SUFFIX
