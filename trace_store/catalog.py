@@ -10,6 +10,7 @@ All methods want the engine's lock held.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,10 +115,22 @@ class Attempt:
         return sum(len(self._site_sets[sites]) for sites in self._columns[4::5])
 
     def rows(self) -> int:
-        """Token rows over all sites; no row is held twice."""
+        """Token rows over all sites; one that is held twice (damaged, then sent again) counts once."""
         columns = self.columns().astype(np.int64)
-        sites = np.array([len(sites) for sites in self._site_sets], np.int64)
-        return int(((columns[:, 3] - columns[:, 2]) * sites[columns[:, 4]]).sum()) if len(columns) else 0
+        columns = columns[np.argsort(columns[:, 2], kind="stable")]
+        if not (columns[1:, 2] < np.maximum.accumulate(columns[:, 3])[:-1]).any():
+            sites = np.array([len(sites) for sites in self._site_sets], np.int64)
+            return int(((columns[:, 3] - columns[:, 2]) * sites[columns[:, 4]]).sum()) if len(columns) else 0
+        # Sites that are in the same sets have the same rows: sixty of them are counted at once.
+        spans = {
+            n: list(map(tuple, columns[columns[:, 4] == n, 2:4].tolist())) for n in np.unique(columns[:, 4]).tolist()
+        }
+        members = {number: set(self._site_sets[number]) for number in spans}
+        patterns = Counter(tuple(n for n in spans if site in members[n]) for site in set().union(*members.values()))
+        return sum(
+            count * sum(high - low for low, high in covered([span for n in pattern for span in spans[n]]))
+            for pattern, count in patterns.items()
+        )
 
     @property
     def damaged(self) -> bool:

@@ -141,3 +141,17 @@ def test_an_attempt_with_fewer_rows_than_its_seal_says_is_damaged(tmp_path: Path
     assert not attempt.damaged
     attempt.sealed, attempt.sealed_rows = (5, 0), rows
     assert attempt.damaged == (rows > 8)
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.sets(st.integers(0, 3), min_size=1)), max_size=6)
+
+
+@given(ROWS)
+@settings(max_examples=200, deadline=None)
+def test_a_row_that_is_held_twice_counts_once(groups: list[tuple[int, int, set[int]]]) -> None:
+    run = Run("run", TABLE, Path())
+    attempt = Attempt(0, run.site_sets)
+    for start, length, sites in groups:
+        attempt.add(1, 0, start, start + length, run.site_set(tuple(sorted(sites))))
+    held = {(site, token) for start, n, sites in groups for site in sites for token in range(start, start + n)}
+    assert attempt.rows() == len(held)
