@@ -145,7 +145,7 @@ class TestReaders:
                     call = open_read(channel, "r", spans)
                     for _ in range(turn % 4):
                         next(call)
-                    time.sleep(0.008 * chance.random())
+                    time.sleep((turn % 3) * 0.008 * chance.random())
                     call.cancel()
 
         threads = [threading.Thread(target=cancel_many, args=(number,)) for number in range(4)]
