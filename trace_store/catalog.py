@@ -275,8 +275,9 @@ class Partition:
             starts.tolist(), [*starts[1:].tolist(), len(rows)], *columns, strict=True
         ):
             if kind == RowKind.RECORD:
-                site_set = self.run.site_set(tuple(sites[low:high]))
-                self._add_group(names[trajectory], number, segment.number, first_row + low, start, stop, site_set)
+                for first, part in _without_doubles(low, sites[low:high]):
+                    site_set = self.run.site_set(part)
+                    self._add_group(names[trajectory], number, segment.number, first_row + first, start, stop, site_set)
             elif kind == RowKind.RELEASE:
                 self.release(names[trajectory])
             elif kind == RowKind.SEAL and self._is_current(names[trajectory], number):
@@ -327,6 +328,18 @@ class Run:
             number = self._site_set_numbers[sites] = len(self.site_sets)
             self.site_sets.append(sites)
         return number
+
+
+def _without_doubles(first: int, sites: Sequence[int]) -> Iterator[tuple[int, SiteSet]]:
+    """Runs of rows that name no site twice: a record that was stored again may stand beside its damaged copy."""
+    if len(set(sites)) == len(sites):
+        yield first, tuple(sites)
+        return
+    low = 0
+    for high in range(1, len(sites) + 1):
+        if high == len(sites) or sites[high] in sites[low:high]:
+            yield first + low, tuple(sites[low:high])
+            low = high
 
 
 def covered(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

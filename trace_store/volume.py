@@ -24,7 +24,7 @@ from trace_store.catalog import Partition, Run, Segment
 from trace_store.checksum import RowKind
 from trace_store.deleter import Deleter
 from trace_store.errors import NotFound, SchemaMismatch, StorageFailed, TraceStoreError
-from trace_store.fetch import OpenSegment, read_record
+from trace_store.fetch import OpenSegment
 from trace_store.naming import MANIFEST_PREFIX, RELEASED_OBJECTS, RELEASED_PREFIX, directory_name, segment_name
 from trace_store.opening import find_run
 from trace_store.record import Site
@@ -233,15 +233,6 @@ class Volume:
         following = max(self._next_sequence.get(partition.directory, 0), header.sequence + 1)
         self._next_sequence[partition.directory] = following
         return segment
-
-    def read_record(self, partition: Partition, number: int, row: int) -> tuple[memoryview, memoryview, memoryview]:
-        """Codes, scales and tensor scales of one stored record, verified."""
-        with self.lock:
-            segment = self.lease(partition, number)
-        try:
-            return read_record(segment, row)
-        finally:
-            segment.source.close()
 
     # -- release
 
