@@ -4,6 +4,7 @@
     attempt sealed, rows not yet there       Sealed; stored if the disk lost rows of the attempt after its seal
     rows there, same bytes                   duplicate, not stored again
     rows there, other bytes                  Conflict
+    rows there, but damaged on the disk      stored anew, also of a sealed attempt: the writer has them, we have not
     span partly there                        the rest is cut out and stored
 
 A chunk is admitted whole or not at all. Rows are compared by checksum when spans agree and byte by byte otherwise.
@@ -11,23 +12,28 @@ A chunk is admitted whole or not at all. Rows are compared by checksum when span
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
 from trace_store.attempt import Attempt, Holding
-from trace_store.catalog import Partition, gaps
+from trace_store.catalog import Partition
 from trace_store.checksum import record_checksum, trajectory_seed
 from trace_store.chunk import Chunk, RecordGroup, RecordView, iterate_records
-from trace_store.errors import Conflict, InvalidRequest, Sealed, StaleAttempt
+from trace_store.errors import Conflict, DataLoss, InvalidRequest, Sealed, StaleAttempt
+from trace_store.intervals import gaps
 from trace_store.record import Site
 
-StoredRecord = tuple[memoryview, memoryview, memoryview]
-"""Codes, uncompressed scales, tensor scales."""
 
-FetchRecord = Callable[[int, int], StoredRecord]
-"""Reads and verifies a record by segment number and index row."""
+class Stored(Protocol):
+    """Looks at stored records, by segment number and index row; ``stored.StoredRecords`` on a volume."""
+
+    def needs_look(self, number: int, row: int) -> bool:
+        """Whether a record of the right checksum may still be damaged."""
+
+    def read(self, number: int, row: int) -> tuple[memoryview, memoryview, memoryview]:
+        """Codes, uncompressed scales and tensor scales, verified. Raises DataLoss, StorageFailed."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +59,12 @@ def check_attempt_state(partition: Partition, trajectory: str, attempt: int) -> 
     return entry.find(attempt) if entry is not None else None
 
 
-def admit(partition: Partition, chunk: Chunk, fetch: FetchRecord) -> Admission:
+def admit(partition: Partition, chunk: Chunk, stored: Stored) -> Admission:
     """Sort a checked chunk into new and known records; see the module docstring.
 
     Raises:
         StaleAttempt, Sealed, Conflict: nothing of the chunk may be stored.
+        StorageFailed: stored rows cannot be looked at now.
         InvalidRequest: the chunk names a row twice.
     """
     _refuse_doubled_rows(chunk)
@@ -71,7 +78,7 @@ def admit(partition: Partition, chunk: Chunk, fetch: FetchRecord) -> Admission:
             _check_open(attempt, group)
     if not any(overlaps):
         return Admission(chunk, 0)
-    return _sort_records(partition, chunk, attempts, overlaps, fetch)
+    return _sort_records(partition, chunk, attempts, overlaps, stored)
 
 
 def _sort_records(
@@ -79,7 +86,7 @@ def _sort_records(
     chunk: Chunk,
     attempts: list[Attempt | None],
     overlaps: list[list[Holding]],
-    fetch: FetchRecord,
+    stored: Stored,
 ) -> Admission:
     pieces: list[tuple[RecordGroup, bytes, bytes, bytes]] = []
     duplicates = 0
@@ -89,13 +96,19 @@ def _sort_records(
         position = positions[id(group)]
         number = group.sites[record.position]
         known = [holding for holding in overlaps[position] if number in holding.sites]
-        for holding in known:
-            _compare(partition, record, holding, fetch)
-        missing = gaps([(h.start, h.stop) for h in known], group.start, group.stop)
+        good: list[tuple[int, int]] = []
+        for holding in reversed(known):
+            # What was stored anew is good; the damaged copy that it replaced need not be read for each retry.
+            if gaps(good, max(group.start, holding.start), min(group.stop, holding.stop)) and _is_stored(
+                partition, record, holding, stored
+            ):
+                good.append((holding.start, holding.stop))
+        missing = gaps(good, group.start, group.stop)
         if not missing:
             duplicates += 1
             continue
-        _check_open(attempts[position], group)
+        if gaps([(h.start, h.stop) for h in known], group.start, group.stop):
+            _check_open(attempts[position], group)
         pieces.extend(_cut(partition, record, low, high) for low, high in missing)
     if not pieces:
         return Admission(None, duplicates)
@@ -109,23 +122,38 @@ def _sort_records(
     return Admission(kept, duplicates)
 
 
-def _compare(partition: Partition, record: RecordView, holding: Holding, fetch: FetchRecord) -> None:
+def _is_stored(partition: Partition, record: RecordView, holding: Holding, stored: Stored) -> bool:
+    """Whether a holding has the record's rows where they overlap; False if its bytes are damaged.
+
+    Raises:
+        Conflict: it has other rows.
+    """
     group = record.group
     number = group.sites[record.position]
     row = holding.first_row + holding.sites.index(number)
     stored_row = partition.segments[holding.segment].index.rows[row]
     same_span = (holding.start, holding.stop) == (group.start, group.stop)
-    if same_span and int(stored_row["checksum"]) == group.checksums[record.position]:
-        return
+    same = same_span and int(stored_row["checksum"]) == group.checksums[record.position]
+    if same and not stored.needs_look(holding.segment, row):
+        return True
     low, high = max(group.start, holding.start), min(group.stop, holding.stop)
     site = partition.run.sites[number]
+    try:
+        theirs = _rows(site, *stored.read(holding.segment, row), holding.start, holding.stop, low, high)
+    except DataLoss:
+        # The checksum outlives its bytes: what is surely another record must not take the place of the lost one.
+        comparable = int(stored_row["policy_version"]) == group.policy_version
+        comparable &= int(stored_row["tensor_bytes"]) == record.tensor_scales.nbytes
+        if same or not (same_span and comparable):
+            return False
+        theirs = None
     ours = _rows(site, record.codes, record.scales, record.tensor_scales, group.start, group.stop, low, high)
-    theirs = _rows(site, *fetch(holding.segment, row), holding.start, holding.stop, low, high)
     if ours != theirs:
         raise Conflict(
             f"rows were written before with other bytes, trajectory={group.trajectory!r} attempt={group.attempt}"
             f" site={site.name} tokens=[{low}, {high})"
         )
+    return True
 
 
 def _rows(

@@ -7,6 +7,7 @@ the set of sites; rows of a group are consecutive. 20 bytes a group here and 74 
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from trace_store.intervals import covered
 from trace_store.naming import parse_segment_name
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.schema import FORMAT_VERSION
@@ -113,31 +115,27 @@ class Attempt:
         return sum(len(self._site_sets[sites]) for sites in self._columns[4::5])
 
     def rows(self) -> int:
-        """Token rows over all sites. One that is held twice, as after a repair, counts once."""
+        """Token rows over all sites; one that is held twice (damaged, then sent again) counts once."""
         columns = self.columns().astype(np.int64)
-        if not len(columns):
-            return 0
         columns = columns[np.argsort(columns[:, 2], kind="stable")]
-        starts, stops, sets = columns[:, 2], columns[:, 3], columns[:, 4]
-        ends = np.maximum.accumulate(stops)
-        if (starts[1:] >= ends[:-1]).all():
-            sites = np.array([len(sites) for sites in self._site_sets], np.int64)
-            return int(((stops - starts) * sites[sets]).sum())
-        return sum(self._rows_of_site(site, columns) for site in self._sites(sets))
+        if not (columns[1:, 2] < np.maximum.accumulate(columns[:, 3])[:-1]).any():
+            return self.stored_rows()
+        # Sites that are in the same sets have the same rows: sixty of them are counted at once.
+        spans = {
+            n: list(map(tuple, columns[columns[:, 4] == n, 2:4].tolist())) for n in np.unique(columns[:, 4]).tolist()
+        }
+        members = {number: set(self._site_sets[number]) for number in spans}
+        patterns = Counter(tuple(n for n in spans if site in members[n]) for site in set().union(*members.values()))
+        return sum(
+            count * sum(high - low for low, high in covered([span for n in pattern for span in spans[n]]))
+            for pattern, count in patterns.items()
+        )
 
     def stored_rows(self) -> int:
-        """Token rows over all sites, counting copies."""
-        return sum((stop - start) * len(self._site_sets[sites]) for _, _, start, stop, sites in self.columns().tolist())
-
-    def _sites(self, sets: npt.NDArray[np.int64]) -> set[int]:
-        return {site for number in np.unique(sets).tolist() for site in self._site_sets[number]}
-
-    def _rows_of_site(self, site: int, columns: npt.NDArray[np.int64]) -> int:
-        """Tokens that groups, sorted by start, hold of one site."""
-        having = [number for number in np.unique(columns[:, 4]).tolist() if site in self._site_sets[number]]
-        chosen = columns[np.isin(columns[:, 4], having)]
-        ends = np.concatenate(([0], np.maximum.accumulate(chosen[:, 3])[:-1]))
-        return int(np.maximum(chosen[:, 3] - np.maximum(chosen[:, 2], ends), 0).sum())
+        """Token rows over all sites, every copy counted."""
+        columns = self.columns().astype(np.int64)
+        sites = np.array([len(sites) for sites in self._site_sets], np.int64)
+        return int(((columns[:, 3] - columns[:, 2]) * sites[columns[:, 4]]).sum()) if len(columns) else 0
 
     @property
     def damaged(self) -> bool:

@@ -8,7 +8,6 @@ All methods want the engine's lock held.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from trace_store.attempt import Attempt, Segment, SiteSet, Trajectory
 from trace_store.checksum import RowKind
 from trace_store.errors import TraceStoreError
 from trace_store.history import Event, events_of, settle, shared_names
+from trace_store.intervals import gaps
 from trace_store.record import Site
 
 RELEASED_MAX = 10_000
@@ -213,31 +213,6 @@ class Run:
             number = self._site_set_numbers[sites] = len(self.site_sets)
             self.site_sets.append(sites)
         return number
-
-
-def covered(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Union of half-open spans, sorted and merged."""
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-        else:
-            merged.append((start, stop))
-    return merged
-
-
-def gaps(spans: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """Parts of [start, stop) that no span covers."""
-    missing = []
-    for low, high in covered(spans):
-        if low >= stop:
-            break
-        if low > start:
-            missing.append((start, low))
-        start = max(start, high)
-    if start < stop:
-        missing.append((start, stop))
-    return missing
 
 
 def holes(attempt: Attempt | None, run: Run, tokens: int, prompt_tokens: int) -> list[tuple[int, int, int]]:

@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trace_store.checksum import record_checksum, trajectory_seed
+from trace_store.checksum import group_checksums, record_checksum, trajectory_seed
 from trace_store.errors import DataLoss, InvalidRequest
 from trace_store.limits import TOKENS_MAX
 from trace_store.record import Site, check_attempt, check_int, check_name, has_nan_scale
+from trace_store.shape import GroupShape, group_shape
 
 
 @dataclass(frozen=True)
@@ -68,16 +69,9 @@ class RecordView(NamedTuple):
     tensor_scales: memoryview
 
 
-def chunk_sizes(groups: Sequence[RecordGroup], table: Sequence[Site]) -> tuple[int, int, int]:
-    """Bytes of codes, scales and tensor scales that the groups call for."""
-    codes = scales = tensor = 0
-    for group in groups:
-        tokens = group.tokens
-        for number, per_token in zip(group.sites, group.scale_per_token, strict=True):
-            codes += tokens * table[number].code_bytes
-            scales += tokens * table[number].scale_bytes
-            tensor += 4 * (tokens if per_token else 1)
-    return codes, scales, tensor
+def shape_of(group: RecordGroup, table: Sequence[Site]) -> GroupShape:
+    """Shape of a group that names sites of the table."""
+    return group_shape(table, group.sites, group.scale_per_token, group.stop - group.start)
 
 
 def cut_chunk(groups: tuple[RecordGroup, ...], payload: memoryview, table: Sequence[Site]) -> Chunk:
@@ -87,9 +81,12 @@ def cut_chunk(groups: tuple[RecordGroup, ...], payload: memoryview, table: Seque
         InvalidRequest: a key, size or scale is out of bounds; names the argument.
         DataLoss: a record does not match the checksum it came with.
     """
+    codes = scales = tensor = 0
     for group in groups:
         _check_group(group, len(table))
-    codes, scales, tensor = chunk_sizes(groups, table)
+        shape = shape_of(group, table)
+        codes, scales = codes + shape.code_bytes, scales + shape.scale_bytes
+        tensor += shape.tensor_bytes
     if payload.nbytes != codes + scales + tensor:
         raise InvalidRequest(
             f"payload does not fit its groups, expected={codes + scales + tensor} bytes={payload.nbytes}",
@@ -99,28 +96,67 @@ def cut_chunk(groups: tuple[RecordGroup, ...], payload: memoryview, table: Seque
 
 
 def check_chunk(chunk: Chunk, run: str, partition: str, table: Sequence[Site]) -> None:
-    """Check values and checksums of every record; runs on a worker thread, since it reads all bytes once."""
-    scale_types = {table[number].scale for group in chunk.groups for number in group.sites}
+    """Check values and checksums of every record; runs on a worker thread, since it reads all bytes once.
+
+    Raises:
+        InvalidRequest: a scale is NaN, a tensor scale infinite or negative.
+        DataLoss: a record does not match its checksum.
+    """
+    _check_tensor_scales(chunk.tensor_scales)
+    shapes = [shape_of(group, table) for group in chunk.groups]
     # Most chunks hold one scale type: two memchr over all scales; a mixed one is looked at record by record.
-    suspect = any(has_nan_scale(chunk.scales, scale) for scale in scale_types)
-    tensor = np.frombuffer(chunk.tensor_scales, np.uint8)[: chunk.tensor_scales.nbytes // 4 * 4].view("<f4")
-    if not np.isfinite(tensor).all() or bool((tensor < 0).any()):
+    if any(has_nan_scale(chunk.scales, scale) for scale in frozenset().union(*(s.scale_types for s in shapes))):
+        _check_scales(chunk, table)
+    code = scale = tensor = 0
+    seed, seeded = 0, ""
+    for group, shape in zip(chunk.groups, shapes, strict=True):
+        if group.trajectory != seeded:
+            seed, seeded = trajectory_seed(run, partition, group.trajectory), group.trajectory
+        code_end, scale_end = code + shape.code_bytes, scale + shape.scale_bytes
+        tensor_end = tensor + shape.tensor_bytes
+        found = group_checksums(
+            seed,
+            group.attempt,
+            group.policy_version,
+            group.start,
+            group.stop,
+            shape.key_parts,
+            shape.parts,
+            chunk.codes[code:code_end],
+            chunk.scales[scale:scale_end],
+            chunk.tensor_scales[tensor:tensor_end],
+        )
+        if found != list(group.checksums):
+            wrong = next(n for n, (a, b) in enumerate(zip(found, group.checksums, strict=True)) if a != b)
+            raise DataLoss(
+                f"a record does not match its checksum on arrival, site={table[group.sites[wrong]].name}"
+                f" trajectory={group.trajectory!r} tokens=[{group.start}, {group.stop})"
+            )
+        code, scale, tensor = code_end, scale_end, tensor_end
+
+
+_INFINITE_BITS = 0x7F80_0000
+
+
+def _check_tensor_scales(tensor_scales: memoryview) -> None:
+    bits = np.frombuffer(tensor_scales[: tensor_scales.nbytes // 4 * 4], np.uint32)
+    # Bits of finite floats from 0 up are smaller; so one pass decides nearly always. What is left may be -0.
+    if not bits.size or int(bits.max()) < _INFINITE_BITS:
+        return
+    values = bits.view("<f4")
+    if not np.isfinite(values).all() or bool((values < 0).any()):
         raise InvalidRequest("tensor_scale must be finite and >= 0", argument="tensor_scale")
-    seeds: dict[str, int] = {}
+
+
+def _check_scales(chunk: Chunk, table: Sequence[Site]) -> None:
+    """Refuse a NaN among the scales, by its record."""
     for record in iterate_records(chunk, table):
-        group, number = record.group, record.group.sites[record.position]
-        if suspect and has_nan_scale(record.scales, table[number].scale):
+        group, site = record.group, table[record.group.sites[record.position]]
+        if has_nan_scale(record.scales, site.scale):
             raise InvalidRequest(
-                f"scales hold a NaN byte, site={table[number].name} trajectory={group.trajectory!r}"
+                f"scales hold a NaN byte, site={site.name} trajectory={group.trajectory!r}"
                 f" tokens=[{group.start}, {group.stop})",
                 argument="scales",
-            )
-        if group.trajectory not in seeds:
-            seeds[group.trajectory] = trajectory_seed(run, partition, group.trajectory)
-        if checksum_of(record, seeds[group.trajectory]) != group.checksums[record.position]:
-            raise DataLoss(
-                f"a record does not match its checksum on arrival, site={table[number].name}"
-                f" trajectory={group.trajectory!r} tokens=[{group.start}, {group.stop})"
             )
 
 

@@ -304,7 +304,7 @@ class Engine:
 
     def _ahead(self, segment: OpenSegment, plan: ReadPlan, number: int) -> OpenSegment:
         """The segment; one that is read over the network is read ahead of the plan."""
-        if self._tier is None or not segment.source.shape.remote:
+        if self._tier is None or not segment.source.shape.remote or number not in plan.segment:
             return segment
         rows = np.unique(plan.row[plan.segment == number])
         ranges = byte_ranges(segment.index.rows[rows])
@@ -316,14 +316,22 @@ class Engine:
             return Read(plan, {}, spans)
         leased: dict[int, OpenSegment] = {}
         spares: dict[int, OpenSegment] = {}
-        for number in sorted(set(plan.segment.tolist())):
+        wanted = set(plan.segment.tolist())
+        doubles = set(plan.doubles.segment.tolist()) - wanted if plan.doubles is not None else set()
+        for number in [*sorted(wanted), *sorted(doubles)]:
             try:
                 leased[number] = self._ahead(self._volume.lease(partition, number), plan, number)
             except StorageFailed:
+                if number in doubles:
+                    continue
                 for segment in leased.values():
                     segment.source.close()
                 raise
             spare = self._volume.spare(partition, number)
             if spare is not None:
                 spares[number] = spare
-        return Read(plan, leased, spans, spares, lambda number: self._volume.distrust(partition, number))
+
+        def distrust(number: int) -> None:
+            self._volume.distrust(partition, number)
+
+        return Read(plan, leased, spans, spares, distrust, self._shard.suspects.note)

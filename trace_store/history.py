@@ -64,9 +64,23 @@ def events_of(segment: Segment, first_row: int, end_row: int) -> Iterator[tuple[
     for low, high, kind, trajectory, number, start, stop, version in zip(
         starts.tolist(), [*starts[1:].tolist(), len(rows)], *columns, strict=True
     ):
-        if kind in (RowKind.RECORD, RowKind.SEAL, RowKind.RELEASE):
-            group = tuple(sites[low:high]) if kind == RowKind.RECORD else ()
-            yield names[trajectory], Event(kind, number, segment, first_row + low, start, stop, version, group)
+        if kind == RowKind.RECORD:
+            for first, part in _without_doubles(first_row + low, sites[low:high]):
+                yield names[trajectory], Event(kind, number, segment, first, start, stop, version, part)
+        elif kind in (RowKind.SEAL, RowKind.RELEASE):
+            yield names[trajectory], Event(kind, number, segment, first_row + low, start, stop, version, ())
+
+
+def _without_doubles(first: int, sites: Sequence[int]) -> Iterator[tuple[int, SiteSet]]:
+    """Runs of rows that name no site twice: a record that was stored again may stand beside its damaged copy."""
+    if len(set(sites)) == len(sites):
+        yield first, tuple(sites)
+        return
+    low = 0
+    for high in range(1, len(sites) + 1):
+        if high == len(sites) or sites[high] in sites[low:high]:
+            yield first + low, tuple(sites[low:high])
+            low = high
 
 
 def shared_names(segments: Iterable[Segment], names: Collection[str] | None) -> set[str]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from trace_store.admission import FetchRecord
+from trace_store.admission import Stored
 from trace_store.attempt import Attempt, Holding
 from trace_store.catalog import Partition
 from trace_store.errors import Conflict, DataLoss
 
 
-def refuse_mixture(partition: Partition, trajectory: str, number: int, fetch: FetchRecord) -> None:
+def refuse_mixture(partition: Partition, trajectory: str, number: int, stored: Stored) -> None:
     """Compare the rows of an unsealed attempt that epochs hold twice; reads nothing where there are none.
 
     Raises:
@@ -31,7 +31,7 @@ def refuse_mixture(partition: Partition, trajectory: str, number: int, fetch: Fe
                 continue
             low, high = max(one.start, other.start), min(one.stop, other.stop)
             for site in sorted(set(one.sites) & set(other.sites)):
-                if _differ(partition, one, other, site, (low, high), fetch):
+                if _differ(partition, one, other, site, (low, high), stored):
                     raise Conflict(
                         f"two servers hold different rows, write a new attempt, trajectory={trajectory!r}"
                         f" attempt={number} site={partition.run.sites[site].name} tokens=[{low}, {high})"
@@ -48,20 +48,20 @@ def _epoch(partition: Partition, holding: Holding) -> str:
 
 
 def _differ(
-    partition: Partition, one: Holding, other: Holding, site: int, span: tuple[int, int], fetch: FetchRecord
+    partition: Partition, one: Holding, other: Holding, site: int, span: tuple[int, int], stored: Stored
 ) -> bool:
     try:
-        return _token_rows(partition, one, site, span, fetch) != _token_rows(partition, other, site, span, fetch)
+        return _token_rows(partition, one, site, span, stored) != _token_rows(partition, other, site, span, stored)
     except DataLoss:
         return False  # the copy that is whole serves
 
 
 def _token_rows(
-    partition: Partition, holding: Holding, number: int, span: tuple[int, int], fetch: FetchRecord
+    partition: Partition, holding: Holding, number: int, span: tuple[int, int], stored: Stored
 ) -> tuple[bytes, bytes, bytes]:
     """Codes, scales and tensor scales of tokens [low, high) of a stored record."""
     site = partition.run.sites[number]
-    codes, scales, tensor = fetch(holding.segment, holding.first_row + holding.sites.index(number))
+    codes, scales, tensor = stored.read(holding.segment, holding.first_row + holding.sites.index(number))
     first, last = span[0] - holding.start, span[1] - holding.start
     factors = np.frombuffer(tensor, "<f4")
     per_token = np.broadcast_to(factors, holding.stop - holding.start) if factors.size == 1 else factors

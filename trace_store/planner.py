@@ -12,11 +12,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from trace_store.attempt import Attempt
-from trace_store.catalog import Partition, gaps
+from trace_store.attempt import Attempt, Holding, SiteSet
+from trace_store.catalog import Partition
+from trace_store.doubles import split_doubles
+from trace_store.intervals import gaps
 from trace_store.record import TokenSpan
 
 Column = npt.NDArray[np.int64]
+
+_Pieces = npt.NDArray[np.int64]
+"""int64 [7, pieces]: the columns of a plan."""
+
+_Selections = dict[tuple[SiteSet, SiteSet], tuple[Column, Column]]
+"""Per sites of a group and those of them that a part is about: offsets within its rows, and sites, of the wanted."""
 
 
 class MissingReason(enum.IntEnum):
@@ -45,7 +53,10 @@ class Missing:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Pieces as columns: rows [skip, skip + rows) of index row ``row`` in ``segment``, for ``dest_row`` of ``site``."""
+    """Pieces as columns: rows [skip, skip + rows) of index row ``row`` in ``segment``, for ``dest_row`` of ``site``.
+
+    ``doubles``: pieces for the same places that are served where those of the plan are damaged, best first.
+    """
 
     segment: Column
     row: Column
@@ -55,6 +66,7 @@ class ReadPlan:
     dest_row: Column
     span: Column
     missing: tuple[Missing, ...]
+    doubles: ReadPlan | None = None
 
 
 def plan_read(
@@ -66,9 +78,10 @@ def plan_read(
     policy_version_min: int,
 ) -> ReadPlan:
     """Plan the rows of ``spans`` at ``sites``; wants the engine's lock held."""
-    pieces: list[npt.NDArray[np.int64]] = []
+    pieces: list[_Pieces] = []
+    doubles: list[_Pieces] = []
     missing: list[Missing] = []
-    selections: dict[tuple[int, ...], tuple[Column, Column]] = {}
+    selections: _Selections = {}
     for number, span in enumerate(spans):
         found = _find(partition, span.trajectory, include_open)
         if isinstance(found, MissingReason):
@@ -76,20 +89,21 @@ def plan_read(
             continue
         holdings = list(found.overlapping(span.start, span.stop))
         gap_count = len(missing)
-        _plan_span(number, span, holdings, sites, selections, pieces, missing)
+        _plan_span(number, span, holdings, sites, selections, pieces, doubles, missing)
         if len(missing) > gap_count and found.damaged:
             # Recovery dropped rows that were there at the seal: nobody can tell any more which of the gaps they are.
             missing[gap_count:] = [replace(gap, reason=MissingReason.DATA_LOSS) for gap in missing[gap_count:]]
     table = np.concatenate(pieces, axis=1) if pieces else np.zeros((7, 0), np.int64)
-    plan = _plan(table, tuple(missing))
+    others = _plan(np.concatenate(doubles, axis=1), ()) if doubles else None
+    plan = _plan(table, tuple(missing), others)
     if policy_version_min and partition is not None:
         return _drop_stale(plan, partition, spans, policy_version_min)
     return plan
 
 
-def _plan(columns: npt.NDArray[np.int64], missing: tuple[Missing, ...]) -> ReadPlan:
+def _plan(columns: _Pieces, missing: tuple[Missing, ...], doubles: ReadPlan | None = None) -> ReadPlan:
     segment, row, site, skip, rows, dest_row, span = columns
-    return ReadPlan(segment, row, site, skip, rows, dest_row, span, missing)
+    return ReadPlan(segment, row, site, skip, rows, dest_row, span, missing, doubles)
 
 
 def _find(partition: Partition | None, trajectory: str, include_open: bool) -> Attempt | MissingReason:
@@ -104,31 +118,41 @@ def _find(partition: Partition | None, trajectory: str, include_open: bool) -> A
 def _plan_span(
     number: int,
     span: TokenSpan,
-    holdings: list,  # type: ignore[type-arg]
+    holdings: list[Holding],
     sites: Sequence[int],
-    selections: dict[tuple[int, ...], tuple[Column, Column]],
-    pieces: list[npt.NDArray[np.int64]],
+    selections: _Selections,
+    pieces: list[_Pieces],
+    doubles: list[_Pieces],
     missing: list[Missing],
 ) -> None:
-    held: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    held: dict[SiteSet, list[tuple[int, int]]] = {}
     for holding in holdings:
-        if holding.sites not in selections:
-            selections[holding.sites] = _select(holding.sites, sites)
-        offsets, chosen = selections[holding.sites]
-        earlier = held.setdefault(holding.sites, [])
-        low, high = max(span.start, holding.start), min(span.stop, holding.stop)
-        # A rewrite after a disk error may leave a record twice; the first one serves.
-        for first, last in gaps(earlier, low, high):
-            piece = np.empty((7, len(chosen)), np.int64)
-            piece[0], piece[1], piece[2] = holding.segment, holding.first_row + offsets, chosen
-            piece[3], piece[4] = first - holding.start, last - first
-            piece[5], piece[6] = span.dest_row + first - span.start, number
-            pieces.append(piece)
-            earlier.append((first, last))
+        held.setdefault(holding.sites, []).append((max(span.start, holding.start), min(span.stop, holding.stop)))
+
+    def piece(holding: Holding, sites_there: SiteSet, start: int, stop: int) -> _Pieces:
+        key = (holding.sites, sites_there)
+        if key not in selections:
+            there = set(sites_there)
+            selections[key] = _select(holding.sites, [site for site in sites if site in there])
+        offsets, chosen = selections[key]
+        made = np.empty((7, len(chosen)), np.int64)
+        first, last = max(span.start, start), min(span.stop, stop)
+        made[0], made[1], made[2] = holding.segment, holding.first_row + offsets, chosen
+        made[3], made[4] = first - holding.start, last - first
+        made[5], made[6] = span.dest_row + first - span.start, number
+        return made
+
+    single, copies = split_doubles(holdings)
+    pieces.extend(piece(holding, holding.sites, holding.start, holding.stop) for holding in single)
+    for part in copies:
+        if part.start < span.stop and span.start < part.stop:
+            first, *others = (piece(holding, part.sites, part.start, part.stop) for holding in part.holdings)
+            pieces.append(first)
+            doubles.extend(others)
     if len(held) == 1:
         group, spans = next(iter(held.items()))
         # The usual span: one site set that has all wanted sites, and no gaps. Sixty sites need not be looked at.
-        if len(selections[group][1]) == len(sites) and not gaps(spans, span.start, span.stop):
+        if set(group).issuperset(sites) and not gaps(spans, span.start, span.stop):
             return
     _find_gaps(number, span, held, sites, missing)
 
@@ -160,16 +184,27 @@ def _select(held: tuple[int, ...], wanted: Sequence[int]) -> tuple[Column, Colum
 
 
 def _drop_stale(plan: ReadPlan, partition: Partition, spans: Sequence[TokenSpan], version_min: int) -> ReadPlan:
-    versions = np.zeros(len(plan.row), np.uint64)
-    for segment in np.unique(plan.segment):
-        chosen = plan.segment == segment
-        versions[chosen] = partition.segments[int(segment)].index.rows["policy_version"][plan.row[chosen]]
-    fresh = versions >= np.uint64(version_min)
+    fresh = _is_fresh(plan, partition, version_min)
     stale = []
     for position in np.flatnonzero(~fresh):
         span = spans[int(plan.span[position])]
         start = span.start + int(plan.dest_row[position]) - span.dest_row
         stop = start + int(plan.rows[position])
         stale.append(Missing(int(plan.span[position]), int(plan.site[position]), start, stop, MissingReason.STALE))
-    columns = np.stack((plan.segment, plan.row, plan.site, plan.skip, plan.rows, plan.dest_row, plan.span))
-    return _plan(columns[:, fresh], plan.missing + tuple(stale))
+    doubles = plan.doubles
+    if doubles is not None:
+        doubles = _plan(_columns(doubles)[:, _is_fresh(doubles, partition, version_min)], ())
+    return _plan(_columns(plan)[:, fresh], plan.missing + tuple(stale), doubles)
+
+
+def _is_fresh(plan: ReadPlan, partition: Partition, version_min: int) -> npt.NDArray[np.bool_]:
+    versions = np.zeros(len(plan.row), np.uint64)
+    for segment in np.unique(plan.segment):
+        chosen = plan.segment == segment
+        versions[chosen] = partition.segments[int(segment)].index.rows["policy_version"][plan.row[chosen]]
+    fresh: npt.NDArray[np.bool_] = versions >= np.uint64(version_min)
+    return fresh
+
+
+def _columns(plan: ReadPlan) -> _Pieces:
+    return np.stack((plan.segment, plan.row, plan.site, plan.skip, plan.rows, plan.dest_row, plan.span))

@@ -1,22 +1,22 @@
-"""A read in progress: its plan, the segments it holds, and a second source for what the first one damaged.
+"""A read in progress: its plan, the segments it holds, and other copies of what turns out to be damaged.
 
 A segment that was uploaded has a good copy in the object store. Where the local one fails or does not match its
-checksums, the rows come from there, and the owner is told to stop trusting the local file.
+checksums, the rows come from there, and the owner is told to stop trusting the local file. Rows that were stored again
+(``doubles``) stand in for each other. The owner also hears of every damaged row: one that is sent again must be taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
 
 from trace_store.fetch import OpenSegment, Slice, Undelivered, fetch
-from trace_store.gather import Places, file_order, gather, select
+from trace_store.gather import Places, file_order, gather
 from trace_store.planner import Missing, MissingReason, ReadPlan
 from trace_store.record import TokenSpan
-
-_SECOND_TRY = (MissingReason.DATA_LOSS, MissingReason.STORAGE_FAILED)
+from trace_store.rescue import Rescue
 
 
 class Read:
@@ -29,32 +29,21 @@ class Read:
         spans: Sequence[TokenSpan],
         spares: Mapping[int, OpenSegment] | None = None,
         on_damage: Callable[[int], None] = lambda number: None,
+        on_loss: Callable[[int, int], None] = lambda number, row: None,
     ) -> None:
-        """``spares`` are other copies of segments, by number; ``on_damage`` hears which ones had to stand in."""
+        """``spares`` are other copies of segments, by number; ``on_damage`` hears which ones had to stand in.
+        ``on_loss`` hears of damaged rows, by segment and index row."""
         self._plan, self._segments, self._spans = plan, segments, spans
-        self._spares, self._on_damage = spares or {}, on_damage
+        self._spares, self._on_damage, self._on_loss = spares or {}, on_damage, on_loss
         self.missing: list[Missing] = list(plan.missing)
 
     def __iter__(self) -> Iterator[Slice]:
-        again: list[int] = []
-        for item in fetch(self._plan, self._segments):
-            if not isinstance(item, Undelivered):
-                yield item
-            elif self._has_spare(self._plan, item):
-                again.append(item.position)
-            else:
-                self._miss(self._plan, item.position, item.reason)
-        if not again:
-            return
-        plan = select(self._plan, np.array(again, np.intp))
-        failed = set()
-        for item in fetch(plan, self._spares):
-            if isinstance(item, Undelivered):
-                self._miss(plan, item.position, item.reason)
-                failed.add(item.position)
-            else:
-                yield item
-        self._report(plan, failed)
+        lost = yield from _slices(self._plan, self._segments)
+        rescue = self._rescue(self._plan, lost)
+        while (attempt := rescue.next()) is not None:
+            failed = yield from _slices(attempt.plan, attempt.sources)
+            self._settle(rescue.settle(attempt, failed))
+        self._miss(self._plan, rescue)
 
     def pieces(self) -> ReadPlan:
         """What will be served, in file order: for ``gather``, which takes it whole or in parts."""
@@ -62,19 +51,12 @@ class Read:
 
     def gather(self, pieces: ReadPlan, target: memoryview, places: Places) -> list[int]:
         """Serve pieces into memory (``trace_store.gather``); positions of those that went to ``missing`` instead."""
-        undelivered = gather(pieces, self._segments, target, places)
-        again = [item.position for item in undelivered if self._has_spare(pieces, item)]
-        lost = [item for item in undelivered if not self._has_spare(pieces, item)]
-        if again:
-            chosen = np.array(again, np.intp)
-            plan = select(pieces, chosen)
+        rescue = self._rescue(pieces, gather(pieces, self._segments, target, places))
+        while (attempt := rescue.next()) is not None:
+            chosen = attempt.positions
             there = Places(places.codes[chosen], places.scales[chosen], places.tensor[chosen])
-            failed = gather(plan, self._spares, target, there)
-            lost += [Undelivered(again[item.position], item.reason) for item in failed]
-            self._report(plan, {item.position for item in failed})
-        for item in lost:
-            self._miss(pieces, item.position, item.reason)
-        return [item.position for item in lost]
+            self._settle(rescue.settle(attempt, gather(attempt.plan, attempt.sources, target, there)))
+        return self._miss(pieces, rescue)
 
     def policy_versions(self, pieces: ReadPlan) -> list[int]:
         """Weights that produced each piece."""
@@ -98,17 +80,33 @@ class Read:
     ) -> None:
         self.close()
 
-    def _has_spare(self, plan: ReadPlan, item: Undelivered) -> bool:
-        return item.reason in _SECOND_TRY and int(plan.segment[item.position]) in self._spares
+    def _rescue(self, plan: ReadPlan, lost: Sequence[Undelivered]) -> Rescue:
+        for item in lost:
+            if item.reason == MissingReason.DATA_LOSS:
+                self._on_loss(int(plan.segment[item.position]), int(plan.row[item.position]))
+        return Rescue(plan, lost, self._segments, self._spares)
 
-    def _report(self, plan: ReadPlan, failed: set[int]) -> None:
-        """Tell which segments a spare stood in for."""
-        for number in {number for place, number in enumerate(plan.segment.tolist()) if place not in failed}:
+    def _settle(self, stood_in: set[int]) -> None:
+        for number in stood_in:
             self._on_damage(number)
 
-    def _miss(self, plan: ReadPlan, position: int, reason: MissingReason) -> None:
-        number = int(plan.span[position])
-        span = self._spans[number]
-        start = span.start + int(plan.dest_row[position]) - span.dest_row
-        stop = start + int(plan.rows[position])
-        self.missing.append(Missing(number, int(plan.site[position]), start, stop, reason))
+    def _miss(self, plan: ReadPlan, rescue: Rescue) -> list[int]:
+        """Enter what is lost for good; its positions."""
+        for position, item in sorted(rescue.lost.items()):
+            number = int(plan.span[position])
+            span = self._spans[number]
+            start = span.start + int(plan.dest_row[position]) - span.dest_row
+            stop = start + int(plan.rows[position])
+            self.missing.append(Missing(number, int(plan.site[position]), start, stop, item.reason))
+        return sorted(rescue.lost)
+
+
+def _slices(plan: ReadPlan, sources: Mapping[int, OpenSegment]) -> Generator[Slice, None, list[Undelivered]]:
+    """Slices as they come; returns what could not be served."""
+    lost: list[Undelivered] = []
+    for item in fetch(plan, sources):
+        if isinstance(item, Undelivered):
+            lost.append(item)
+        else:
+            yield item
+    return lost

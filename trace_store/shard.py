@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from operator import methodcaller
 from typing import Any, TypeGuard
 
@@ -34,6 +33,7 @@ from trace_store.mixture import refuse_mixture
 from trace_store.repair import Place, Repairs
 from trace_store.seal import seal_attempt
 from trace_store.segment.writer import ControlRow, SegmentWriter
+from trace_store.stored import StoredRecords, Suspects
 from trace_store.syncer import Syncer
 from trace_store.volume import Volume
 
@@ -93,6 +93,7 @@ class Shard:
     ) -> None:
         """``gate`` brakes appends on a nearly full disk; with ``upload`` segments are rolled early and kept small."""
         self._volume, self._clock, self._gate = volume, clock, gate
+        self.suspects = Suspects()
         self._roll_sealed_s = ROLL_SEALED_S if upload else None
         self._segment_bytes_max = UPLOAD_BYTES_MAX if upload else SEGMENT_BYTES_MAX
         self._queue: deque[Command] = deque()
@@ -234,7 +235,8 @@ class Shard:
         for group in command.chunk.groups:
             _raise_deferred(partition, group.trajectory, group.attempt)
         check_chunk(command.chunk, partition.run.name, partition.name, partition.run.sites)
-        admission = admit(partition, command.chunk, partial(self._volume.read_record, partition))
+        with StoredRecords(self._volume, partition, self.suspects) as records:
+            admission = admit(partition, command.chunk, records)
         stored = 0
         if admission.chunk is not None:
             stored = admission.chunk.records
@@ -265,8 +267,8 @@ class Shard:
     def _seal(self, command: SealCommand) -> None:
         partition = self._volume.live(command.partition)
         _raise_deferred(partition, command.trajectory, command.attempt)
-        fetch = partial(self._volume.read_record, partition)
-        refuse_mixture(partition, command.trajectory, command.attempt, fetch)
+        with StoredRecords(self._volume, partition, self.suspects) as records:
+            refuse_mixture(partition, command.trajectory, command.attempt, records)
         with self._volume.lock:
             receipt, row = seal_attempt(partition, command, self._volume.server)
             known = self._volume.known(partition)

@@ -25,7 +25,7 @@ from trace_store.catalog import Partition, Run
 from trace_store.checksum import RowKind
 from trace_store.deleter import Deleter
 from trace_store.errors import NotFound, SchemaMismatch, StorageFailed, TraceStoreError
-from trace_store.fetch import OpenSegment, read_record
+from trace_store.fetch import OpenSegment
 from trace_store.history import Known
 from trace_store.naming import MANIFEST_PREFIX, RELEASED_OBJECTS, RELEASED_PREFIX, directory_name, segment_name
 from trace_store.opening import find_run
@@ -234,15 +234,6 @@ class Volume:
             object_bytes=size,
             version=header.version,
         )
-
-    def read_record(self, partition: Partition, number: int, row: int) -> tuple[memoryview, memoryview, memoryview]:
-        """Codes, scales and tensor scales of one stored record, verified."""
-        with self.lock:
-            segment = self.lease(partition, number)
-        try:
-            return read_record(segment, row)
-        finally:
-            segment.source.close()
 
     def known(self, partition: Partition) -> Known:
         """What a seal or release that is decided now speaks of. Wants the lock held."""

@@ -35,6 +35,9 @@ class Metrics:
             "trace_store_missing_rows", "Token rows that Read reported as missing, by reason", ["reason"],
             registry=registry,
         )  # fmt: skip
+        self.stalled_readers = Counter(
+            "trace_store_stalled_readers", "Reads ended because their reader took nothing", registry=registry
+        )
         self.seals = Counter("trace_store_seals", "Trajectories sealed", registry=registry)
         self.releases = Counter("trace_store_released_trajectories", "Trajectories released", registry=registry)
         self.errors = Counter(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -157,9 +158,7 @@ def _split_long(plan: ReadPlan, row_bytes: npt.NDArray[np.int64]) -> ReadPlan:
     cut = select(plan, source)
     moved = turn * rows_max[source]
     rows = np.minimum(cut.rows - moved, rows_max[source])
-    return ReadPlan(
-        cut.segment, cut.row, cut.site, cut.skip + moved, rows, cut.dest_row + moved, cut.span, plan.missing
-    )
+    return replace(cut, skip=cut.skip + moved, rows=rows, dest_row=cut.dest_row + moved)
 
 
 def _frame_borders(sizes: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:

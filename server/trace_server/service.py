@@ -18,6 +18,7 @@ from trace_server.arena import ATTACH_TIMEOUT_S, Arenas
 from trace_server.flow import ByteBudget
 from trace_server.futures import wait_for
 from trace_server.metrics import Metrics
+from trace_server.sending import ReaderStalled, begin, send, send_bounded
 from trace_server.status import abort
 from trace_store import wire
 from trace_store.engine import Engine
@@ -114,7 +115,7 @@ class TraceStoreService:
         try:
             async with aclosing(stream.answers(requests)) as answers:
                 async for answer in answers:
-                    await context.write(answer)
+                    await send(context, answer)
         except TraceStoreError as error:
             await self._refuse(context, error)
         except asyncio.CancelledError:
@@ -144,31 +145,41 @@ class TraceStoreService:
         self._metrics.seal_seconds.observe(time.perf_counter() - started)
         return service_pb2.SealResponse(receipt=wire.receipt_to_wire(receipt, self._engine.sites(request.run)))
 
-    async def read(self, message: bytes, context: Any) -> AsyncIterator[bytes]:
+    async def read(self, message: bytes, context: Any) -> None:
+        """No generator, like ``append``. A refusal waits until the client reads it, with the files given back."""
+        try:
+            refused = await self._read(message, context)
+            if refused is not None:
+                await self._refuse(context, *refused)
+        except asyncio.CancelledError:
+            await self._interrupt(context)
+
+    async def _read(self, message: bytes, context: Any) -> tuple[TraceStoreError, str] | None:
+        """Serve one read; why not, and its run, where it could not be done."""
         started = time.perf_counter()
         run = ""
         try:
             request = _parse(service_pb2.ReadRequest, message)
             run = request.run
-            opened = await asyncio.to_thread(self._start_read, request)
-        except TraceStoreError as error:
-            await self._refuse(context, error, run)
-            return
-        with opened:
-            try:
+            opened = await self._open_read(request)
+            with opened:
                 if request.HasField("target"):
                     async for encoded in self._read_into_arena(opened, request):
-                        yield encoded
+                        await send(context, encoded)
                 else:
+                    await begin(context)
                     async with aclosing(self._read_frames(opened, run)) as frames:
                         async for encoded in frames:
-                            yield encoded
-            except TraceStoreError as error:
-                await self._refuse(context, error, run)
-                return
+                            await send_bounded(context, encoded)
+        except TraceStoreError as error:
+            if isinstance(error, ReaderStalled):
+                self._metrics.stalled_readers.inc()
+            error.__context__ = None
+            return error.with_traceback(None), run  # a traceback would keep the frames of the read
         for missing in opened.missing:
             self._metrics.missing_rows.labels(missing.reason.name.lower()).inc(missing.stop - missing.start)
         self._metrics.read_seconds.observe(time.perf_counter() - started)
+        return None
 
     async def _read_frames(self, opened: Read, run: str) -> AsyncGenerator[bytes, None]:
         pieces = read.frames(opened, self._engine.sites(run))
@@ -193,7 +204,7 @@ class TraceStoreService:
         for encoded in read.missing_frames(opened):
             yield encoded
 
-    async def attach_arena(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def attach_arena(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """One arena for as long as the call lasts; it ends when the client ends it or dies."""
         messages = aiter(requests)
         arena = None
@@ -203,9 +214,8 @@ class TraceStoreService:
                 return
             size = _parse(service_pb2.AttachArenaRequest, asked).size_bytes
             arena = await asyncio.to_thread(self._arenas.offer, size)
-            yield service_pb2.AttachArenaResponse(
-                name=arena.path.name, size_bytes=arena.size, owner_uid=os.getuid()
-            ).SerializeToString()
+            offer = service_pb2.AttachArenaResponse(name=arena.path.name, size_bytes=arena.size, owner_uid=os.getuid())
+            await send(context, offer.SerializeToString())
             try:
                 proof = await asyncio.wait_for(anext(messages, None), ATTACH_TIMEOUT_S)
             except asyncio.TimeoutError:
@@ -214,7 +224,7 @@ class TraceStoreService:
                 return  # the client cannot open the file: another host or user
             secret = _parse(service_pb2.AttachArenaRequest, proof).secret
             await read.on_thread(self._arenas.attach, arena, secret)
-            yield service_pb2.AttachArenaResponse(arena=arena.id).SerializeToString()
+            await send(context, service_pb2.AttachArenaResponse(arena=arena.id).SerializeToString())
             await self._until_ended(messages)
         except TraceStoreError as error:
             await self._refuse(context, error)
@@ -234,7 +244,16 @@ class TraceStoreService:
             ended.cancel()
             stopping.cancel()
 
-    def _start_read(self, request: Any) -> Any:
+    async def _open_read(self, request: Any) -> Read:
+        """Start a read on a thread; one whose client goes away meanwhile gives its files back when it has them."""
+        opening = asyncio.ensure_future(asyncio.to_thread(self._start_read, request))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(_close_unused)
+            raise
+
+    def _start_read(self, request: Any) -> Read:
         return self._engine.read(
             check_name(request.run, "run"),
             request.partition,
@@ -288,3 +307,8 @@ def _parse(kind: Any, message: bytes) -> Any:
         return kind.FromString(message)
     except DecodeError as error:
         raise InvalidRequest(f"malformed request, cause={error}", argument="message") from None
+
+
+def _close_unused(opening: asyncio.Future[Read]) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result().close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import grpc
@@ -39,8 +40,11 @@ default. The message says how many there are."""
 async def abort(
     context: grpc.aio.ServicerContext[object, object], error: errors.TraceStoreError, table: Sequence[Site] = ()
 ) -> None:
-    """End the call with the error's status and its ErrorDetail."""
+    """End the call with the error's status and its ErrorDetail. Raises CancelledError when the client is gone."""
     detail = error_to_wire(error, table)
     del detail.holes[HOLES_MAX:]
     status = STATUS[errors.public_class(error)]
-    await context.abort(status, str(error), ((ERROR_METADATA_KEY, detail.SerializeToString()),))
+    try:
+        await context.abort(status, str(error), ((ERROR_METADATA_KEY, detail.SerializeToString()),))
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None

@@ -10,7 +10,7 @@ import pytest
 
 from trace_store.checksum import record_checksum, trajectory_seed
 from trace_store.chunk import Chunk, RecordGroup, checksum_of, iterate_records
-from trace_store.errors import Conflict, DataLoss, InvalidRequest
+from trace_store.errors import Conflict, InvalidRequest
 from trace_store.testing.records import join_chunks
 
 
@@ -81,14 +81,3 @@ def test_one_tensor_scale_equals_the_same_one_for_every_token(store: Any) -> Non
 def test_a_message_names_a_row_once_and_one_attempt(store: Any, other: dict[str, int]) -> None:
     with pytest.raises(InvalidRequest, match="twice or mixes attempts"):
         append(store, join_chunks([store.chunk("t", 0, 4), store.chunk("t", **other)]))
-
-
-def test_an_overlap_with_a_damaged_record_is_refused_and_not_called_a_duplicate(store: Any) -> None:
-    store.append("t", 0, 8)
-    path = store.segments(".open")[0]
-    content = bytearray(path.read_bytes())
-    first_codes = bytes(store.chunk("t", 0, 8).codes)[:64]
-    content[content.index(first_codes)] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DataLoss):
-        store.append("t", 4, 12)

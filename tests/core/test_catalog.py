@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from trace_store import Site
 from trace_store.attempt import Attempt, Segment, Trajectory
-from trace_store.catalog import Partition, Run, covered, gaps, holes
+from trace_store.catalog import Partition, Run, holes
 from trace_store.checksum import RowKind
+from trace_store.intervals import covered, gaps
 from trace_store.segment.schema import SegmentHeader
 from trace_store.segment.writer import SegmentWriter
 from trace_store.testing.records import make_chunk
@@ -82,16 +83,12 @@ def test_reloading_in_order_gives_what_was_there(tmp_path: Path) -> None:
     second.append_controls([(RowKind.RELEASE, "gone", 0, 0, 0, 0)])
     second.append_chunk(make_chunk("run", "p", TABLE, "back", 0, 2))
     found = partition(tmp_path)
-    for number, writer in enumerate((first, second)):
-        found.load(Segment(number, writer.path, writer.index))
-        writer.close()
+    found.load(*(Segment(number, writer.path, writer.index) for number, writer in enumerate((first, second))))
     entry = found.trajectories["t"]
-    assert entry.sealed is None
     assert entry.newest is not None
-    assert (entry.newest.number, [a.sealed for a in entry.pending]) == (1, [(5, 1)])
-    found.publish_all()
+    assert (entry.newest.number, entry.pending) == (1, ())
     assert entry.sealed is not None
-    assert (entry.sealed.number, entry.sealed.damaged) == (0, False)
+    assert (entry.sealed.number, entry.sealed.sealed, entry.sealed.damaged) == (0, (5, 1), False)
     assert found.released == {"gone"}
     assert set(found.trajectories) == {"t", "back"}
 
@@ -102,7 +99,8 @@ def test_a_rebuild_does_not_show_what_was_not_visible(tmp_path: Path) -> None:
     for attempt, name in enumerate("aab"):
         writer.append_chunk(make_chunk("run", "p", TABLE, name, 0, 4, attempt=attempt))
         writer.append_controls([(RowKind.SEAL, name, attempt, 0, 5, 8)])
-    found.load(Segment(0, writer.path, writer.index))
+    segment = found.segments[0] = Segment(0, writer.path, writer.index)
+    found.apply(segment, 0)
     found.publish("a", 0)
     found.rebuild()
 
@@ -142,3 +140,17 @@ def test_an_attempt_with_fewer_rows_than_its_seal_says_is_damaged(tmp_path: Path
     assert not attempt.damaged
     attempt.sealed, attempt.sealed_rows = (5, 0), rows
     assert attempt.damaged == (rows > 8)
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 5), st.sets(st.integers(0, 3), min_size=1)), max_size=6)
+
+
+@given(ROWS)
+@settings(max_examples=200, deadline=None)
+def test_a_row_that_is_held_twice_counts_once(groups: list[tuple[int, int, set[int]]]) -> None:
+    run = Run("run", TABLE, Path())
+    attempt = Attempt(0, run.site_sets)
+    for start, length, sites in groups:
+        attempt.add(1, 0, start, start + length, run.site_set(tuple(sorted(sites))))
+    held = {(site, token) for start, n, sites in groups for site in sites for token in range(start, start + n)}
+    assert attempt.rows() == len(held)

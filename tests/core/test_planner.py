@@ -60,6 +60,39 @@ def test_every_row_is_planned_once(groups: list[tuple[int, int, set[int]]], want
     }
 
 
+@given(GROUPS, st.integers(0, 10), st.integers(1, 12))
+@settings(max_examples=150, deadline=None)
+def test_a_row_that_is_held_twice_is_planned_once_and_every_other_copy_is_kept_in_reserve(
+    groups: list[tuple[int, int, set[int]]], first: int, length: int
+) -> None:
+    run = Run("run", TABLE, Path())
+    partition = Partition(run, "p", Path())
+    holders: dict[tuple[int, int], list[int]] = {}
+    for number, (start, tokens, sites) in enumerate(groups):
+        partition.attempt("t", 0).add(number, 100, start, start + tokens, run.site_set(tuple(sorted(sites))))
+        for key in ((site, token) for site in sites for token in range(start, start + tokens)):
+            holders.setdefault(key, []).insert(0, number)
+    span = TokenSpan("t", first, first + length, 50)
+    plan = plan_read(partition, [span], [2, 0], include_open=True, policy_version_min=0)
+    found: dict[tuple[int, int], list[int]] = {}
+    for part in (plan, plan.doubles):
+        pieces = (
+            zip(part.segment, part.row, part.site, part.skip, part.rows, part.dest_row, strict=True) if part else ()
+        )
+        for segment, row, site, skip, rows, dest in ([int(value) for value in piece] for piece in pieces):
+            start, _, sites = groups[segment]
+            assert sorted(sites)[row - 100] == site
+            assert start + skip == first + dest - 50
+            for token in range(start + skip, start + skip + rows):
+                found.setdefault((site, token), []).append(segment)
+        if part is plan:
+            assert all(len(segments) == 1 for segments in found.values())
+    wanted = {(site, token) for site in (2, 0) for token in range(first, first + length)}
+    assert found == {key: segments for key, segments in holders.items() if key in wanted}
+    gaps = {(gap.site, token) for gap in plan.missing for token in range(gap.start, gap.stop)}
+    assert gaps == wanted - holders.keys()
+
+
 def test_nothing_is_known_of_an_unknown_partition() -> None:
     plan = plan_read(None, [TokenSpan("t", 0, 3)], [0, 1], include_open=True, policy_version_min=0)
     assert [(gap.site, gap.start, gap.stop) for gap in plan.missing] == [(0, 0, 3), (1, 0, 3)]

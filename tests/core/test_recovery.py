@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,9 @@ def test_a_segment_of_another_partition_is_set_aside(store: Any) -> None:
 def test_a_segment_of_a_newer_version_stays_where_it_is(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     store.append("t", 0, 9)
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "FORMAT_VERSION", "2")
+        newer = schema.make_schema
+        patch.setattr("trace_store.segment.writer.make_schema", lambda header: newer(replace(header, version="3")))
+        patch.setattr(schema, "READABLE_VERSIONS", ("2", "3"))
         store.append("u", 0, 9, partition="step-2")
         store.engine.close()
     store.reopen()

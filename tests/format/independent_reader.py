@@ -1,7 +1,7 @@
 """A reader of segments written from FORMAT.md alone; it imports nothing of this project.
 
-``read_segment(path)`` gives metadata, sites and the rows that verify. ``visible(segments)`` applies rows in order and
-gives what a client may see: {(trajectory, site, token): (codes, scales, tensor scale)} of the newest sealed attempts.
+``read_segment(path)`` gives metadata, sites and the rows that verify. ``visible(segments)`` gives what a client may
+see: {(trajectory, site, token): (codes, scales, tensor scale)} of the newest sealed attempts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pyarrow as pa
 import xxhash
 import zstandard
 
-RECORD, SEAL, RELEASE, INDEX = range(4)
+RECORD, SEAL, RELEASE, INDEX, KNOWN = range(5)
 COLUMNS = [
     ("kind", pa.uint8()), ("trajectory", pa.string()), ("attempt", pa.uint32()), ("policy_version", pa.uint64()),
     ("site", pa.uint32()), ("start", pa.uint32()), ("stop", pa.uint32()), ("codes", pa.binary()),
@@ -24,18 +24,20 @@ COLUMNS = [
 ]  # fmt: skip
 BITS = {"b1": 1, "b2": 2, "b3": 3, "full": 4}
 MAGIC = b"ARROW1\0\0"
+Event = tuple["Segment", int, dict[str, Any]]
 
 
 @dataclass
 class Segment:
     metadata: dict[str, str]
     sites: list[dict[str, Any]]
+    name: str = ""
     rows: list[dict[str, Any]] = field(default_factory=list)
     bad_rows: int = 0
 
 
 def read_segment(path: Path) -> Segment:
-    """Rows of a sealed or an unfinished segment, in order. ValueError: it is none of version 1."""
+    """Rows of a sealed or an unfinished segment, in order. ValueError: it is none of version 1 or 2."""
     content = path.read_bytes()
     try:
         batches, schema = _sealed_batches(content)
@@ -46,30 +48,24 @@ def read_segment(path: Path) -> Segment:
     covered = "".join(f"{key}\0{metadata[key]}\0" for key in ours).encode()
     if metadata.get("trace_store.checksum") != xxhash.xxh3_64_hexdigest(covered):
         raise ValueError("metadata does not match its checksum")
-    if metadata["trace_store.format"] != "1" or [(f.name, f.type) for f in schema] != COLUMNS:
-        raise ValueError("not version 1")
-    segment = Segment(metadata, json.loads(metadata["trace_store.sites"]))
-    for batch in batches:
-        for row in batch.to_pylist():
-            if verifies(segment, row):
-                segment.rows.append(row)
-            else:
-                segment.bad_rows += 1
+    if metadata["trace_store.format"] not in ("1", "2") or [(f.name, f.type) for f in schema] != COLUMNS:
+        raise ValueError("not version 1 or 2")
+    segment = Segment(metadata, json.loads(metadata["trace_store.sites"]), path.stem)
+    rows = [row for batch in batches for row in batch.to_pylist()]
+    segment.rows = [row for row in rows if verifies(segment, row)]
+    segment.bad_rows = len(rows) - len(segment.rows)
     return segment
 
 
 def read_by_index(path: Path) -> list[dict[str, Any]]:
     """RECORD rows found through the index, bytes as stored: what a reader does that wants one record."""
     content = path.read_bytes()
-    batches, _ = _sealed_batches(content)
-    blob = batches[-1].column("codes")[0].as_py()
-    found = []
-    for row in pa.ipc.open_stream(blob).read_all().to_pylist():
-        if row["kind"] == RECORD:
-            for name, prefix in (("codes", "codes"), ("scales", "scales"), ("tensor_scales", "tensor")):
-                offset, size = row.pop(f"{prefix}_offset"), row.pop(f"{prefix}_bytes")
-                row[name] = content[offset : offset + size]
-            found.append(row)
+    blob = _sealed_batches(content)[0][-1].column("codes")[0].as_py()
+    found = [row for row in pa.ipc.open_stream(blob).read_all().to_pylist() if row["kind"] == RECORD]
+    for row in found:
+        for name, prefix in (("codes", "codes"), ("scales", "scales"), ("tensor_scales", "tensor")):
+            offset, size = row.pop(f"{prefix}_offset"), row.pop(f"{prefix}_bytes")
+            row[name] = content[offset : offset + size]
     return found
 
 
@@ -107,31 +103,40 @@ def verifies(segment: Segment, row: dict[str, Any]) -> bool:
     names = (segment.metadata["trace_store.run"], segment.metadata["trace_store.partition"], row["trajectory"])
     state = xxhash.xxh3_64_intdigest("\0".join(names).encode())
     key = (row["kind"], row["attempt"], row["policy_version"], row["site"], row["start"], row["stop"])
-    for part in (
-        struct.pack("<BIQIIII", *key, len(row["tensor_scales"]) // 4),
-        row["codes"],
-        decode_scales(row),
-        row["tensor_scales"],
-    ):
+    packed = struct.pack("<BIQIIII", *key, len(row["tensor_scales"]) // 4)
+    for part in (packed, row["codes"], decode_scales(row), row["tensor_scales"]):
         state = xxhash.xxh3_64_intdigest(part, state)
     return state == row["checksum"]
 
 
+def knows(later: Event, earlier: Event) -> bool:
+    """Section 5: whether the writer of a row had another row."""
+    (ours, place, _), (theirs, other_place, _) = later, earlier
+    (number, _, epoch), (other_number, _, other_epoch) = ours.name.partition("-"), theirs.name.partition("-")
+    if epoch == other_epoch:
+        return (other_number, other_place) < (number, place)
+    if ours.metadata["trace_store.format"] == "1":
+        return theirs.name < ours.name
+    told = (row for row in ours.rows[:place] if row["kind"] == KNOWN and row["trajectory"] == other_epoch)
+    return any(row["start"] <= int(other_number) < row["stop"] for row in told)
+
+
 def visible(segments: list[Segment]) -> dict[tuple[str, str, int], tuple[bytes, bytes, float]]:
-    attempts: dict[str, dict[int, list[tuple[Segment, dict[str, Any]]]]] = {}
-    sealed: dict[str, int] = {}
-    for segment in sorted(segments, key=lambda s: int(s.metadata["trace_store.sequence"])):
-        for row in segment.rows:
-            name, attempt = row["trajectory"], row["attempt"]
-            if row["kind"] == RECORD and attempt >= max(attempts.get(name, {}), default=0):
-                attempts.setdefault(name, {}).setdefault(attempt, []).append((segment, row))
-            elif row["kind"] == SEAL and attempt >= max(attempts.get(name, {}), default=0):
-                sealed[name] = attempt
-            elif row["kind"] == RELEASE:
-                attempts.pop(name, None)
-                sealed.pop(name, None)
-    rows = [item for name, attempt in sealed.items() for item in attempts.get(name, {}).get(attempt, [])]
-    return {key: value for segment, row in rows for key, value in _token_rows(segment, row)}
+    events = [(s, n, row) for s in sorted(segments, key=lambda s: s.name) for n, row in enumerate(s.rows)]
+    chosen: dict[str, tuple[Any, list[Event]]] = {}
+    for name in {row["trajectory"] for _, _, row in events}:
+        mine = [event for event in events if event[2]["trajectory"] == name]
+        releases = [event for event in mine if event[2]["kind"] == RELEASE]
+        alive = [event for event in mine if not any(knows(release, event) for release in releases)]
+        for place, seal in enumerate(event for event in alive if event[2]["kind"] == SEAL):
+            number, count = seal[2]["attempt"], seal[2]["policy_version"]
+            same = [event for event in alive if event[2]["kind"] == RECORD and event[2]["attempt"] == number]
+            rows = [event for event in same if knows(seal, event) or knows(event, seal)]
+            whole = len({key for segment, _, row in rows for key, _ in _token_rows(segment, row)}) >= count
+            rank = (number, whole, place)
+            chosen[name] = max(chosen.get(name, ((-1,), [])), (rank, rows), key=lambda item: item[0])
+    rows = [event for _, found in chosen.values() for event in found]
+    return {key: value for segment, _, row in rows for key, value in _token_rows(segment, row)}
 
 
 def _token_rows(segment: Segment, row: dict[str, Any]) -> Any:
@@ -140,7 +145,5 @@ def _token_rows(segment: Segment, row: dict[str, Any]) -> Any:
     decoded, tensor = decode_scales(row), struct.unpack(f"<{len(row['tensor_scales']) // 4}f", row["tensor_scales"])
     for n in range(row["stop"] - row["start"]):
         key = (row["trajectory"], f"{site['layer']}/{site['kind']}", row["start"] + n)
-        yield (
-            key,
-            (row["codes"][n * codes :][:codes], decoded[n * scales :][:scales], tensor[n if len(tensor) > 1 else 0]),
-        )
+        factor = tensor[n if len(tensor) > 1 else 0]
+        yield key, (row["codes"][n * codes :][:codes], decoded[n * scales :][:scales], factor)

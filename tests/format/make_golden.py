@@ -15,7 +15,7 @@ from trace_store.checksum import RowKind, record_checksum, trajectory_seed
 from trace_store.chunk import Chunk, RecordGroup
 from trace_store.record import Site
 from trace_store.segment.schema import SegmentHeader
-from trace_store.segment.writer import SegmentWriter
+from trace_store.segment.writer import ControlRow, SegmentWriter
 from trace_store.testing.records import join_chunks, make_chunk
 
 SMALL_TABLE = (Site(0, "moe_in", 16),)
@@ -46,7 +46,8 @@ def _write_all(writer: SegmentWriter) -> None:
 
     writer.append_chunk(join_chunks([chunk("a", 0, 5), chunk("b/ü", 0, 3)]))
     writer.append_chunk(chunk("a", 5, 9, version=4))
-    writer.append_controls([(RowKind.SEAL, "a", 0, 2, 10, 9 * len(TABLE))])
+    known = (RowKind.KNOWN, "0123456789abcdef", 0, 2, 4, 0)
+    writer.append_controls([known, (RowKind.SEAL, "a", 0, 2, 10, 9 * len(TABLE))])
     writer.append_chunk(chunk("b/ü", 0, 2, attempt=1))
     writer.append_controls([(RowKind.SEAL, "b/ü", 1, 0, 3, 2 * len(TABLE))])
     writer.append_chunk(chunk("gone", 0, 2))
@@ -78,8 +79,32 @@ def manifest(directory: Path) -> None:
     writer.close()
 
 
+def several(directory: Path) -> None:
+    """Three servers that know little of each other: unsealed rows, a seal, releases, in an order that names hide."""
+
+    def write(name: str, server: str, chunks: list[Chunk], controls: list[ControlRow]) -> None:
+        header = SegmentHeader("run", "step", SMALL_TABLE, server, int(name[:10]))
+        writer = SegmentWriter(directory / "several", name, header)
+        for item in chunks:
+            writer.append_chunk(item)
+        writer.append_controls(controls)
+        writer.seal()
+        writer.close()
+
+    def chunk(trajectory: str, stop: int, seed: int) -> Chunk:
+        return make_chunk("run", "step", SMALL_TABLE, trajectory, 0, stop, seed=seed)
+
+    (directory / "several").mkdir(exist_ok=True)
+    seal, release, known = RowKind.SEAL, RowKind.RELEASE, RowKind.KNOWN
+    write("0000000000-aa", "a", [chunk("cut", 3, 1), chunk("gone", 2, 1)], [(seal, "gone", 0, 0, 3, 2)])
+    write("0000000000-bb", "b", [chunk("cut", 5, 2), chunk("anew", 2, 1)], [(seal, "cut", 0, 0, 6, 5)])
+    known_by_c = [(known, "aa", 0, 0, 1, 0), (known, "bb", 0, 0, 1, 0)]
+    write("0000000001-cc", "c", [], [*known_by_c, (release, "gone", 0, 0, 0, 0), (release, "anew", 0, 0, 0, 0)])
+    write("0000000001-bb", "b", [chunk("anew", 4, 3)], [(seal, "anew", 0, 0, 5, 4)])
+
+
 def make_all(directory: Path) -> None:
-    for make in (small, forms, unfinished, manifest):
+    for make in (small, forms, unfinished, manifest, several):
         make(directory)
 
 

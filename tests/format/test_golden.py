@@ -89,6 +89,30 @@ def test_a_manifest_registers_the_run(golden: Path, tmp_path: Path) -> None:
     engine.close()
 
 
+def test_the_independent_reader_agrees_on_what_several_servers_wrote(
+    golden: Path, reader: Any, open_engine: Any, read_all: Any
+) -> None:
+    paths = sorted((golden / "several").iterdir())
+    expected = reader.visible([reader.read_segment(path) for path in paths])
+    engine = open_engine({path.name: path for path in paths}, "run", "step")
+    assert read_all(engine, ["cut", "gone", "anew"], 20, "run", "step") == expected
+    site = engine.sites("run")[0]
+    for name, tokens, seed in (("cut", 5, 2), ("anew", 4, 3)):
+        codes = make_rows(site, 0, name, 0, 0, tokens, seed=seed)[0]
+        assert [expected.pop((name, site.name, n))[0] for n in range(tokens)] == [row.tobytes() for row in codes]
+    assert expected == {}
+
+
+def test_files_of_version_1_say_what_they_said(golden: Path, reader: Any, open_engine: Any, read_all: Any) -> None:
+    """There a seal speaks of all rows with lower names, whoever wrote them."""
+    old = golden / "version-1" / "forms.arrow"
+    engine = open_engine({"0000000005-bb.arrow": old})
+    segment = reader.read_segment(old)
+    assert segment.metadata["trace_store.format"] == "1"
+    assert read_all(engine, NAMES, 20) == reader.visible([segment])
+    assert len(reader.visible([segment])) == 9 * 5 + 2 * 5
+
+
 @pytest.mark.parametrize("name", ["small.arrow", "forms.arrow", "unfinished.crashed", "manifest.arrow"])
 def test_todays_writer_says_the_same(name: str, golden: Path, tmp_path: Path, make_golden: Any, reader: Any) -> None:
     make_golden.make_all(tmp_path)

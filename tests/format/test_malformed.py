@@ -20,8 +20,8 @@ from trace_store.segment.scan import Scan, scan_segment
 from trace_store.segment.schema import UnknownVersion, metadata_checksum
 
 RECORDS = 30
-ROWS = RECORDS + 3
-"""Rows of forms.arrow without its index: the records, two seals, a release."""
+ROWS = RECORDS + 4
+"""Rows of forms.arrow without its index: the records, a known row, two seals, a release."""
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_foreign_arrow_file(as_file: Any) -> None:
 
 
 def test_unknown_version(as_file: Any, table: Any) -> None:
-    refused(with_metadata(as_file, table, {"trace_store.format": "2"}), UnknownVersion)
+    refused(with_metadata(as_file, table, {"trace_store.format": "3"}), UnknownVersion)
 
 
 @pytest.mark.parametrize("key", ["format", "run", "partition", "server", "sequence", "sites"])

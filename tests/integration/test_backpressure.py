@@ -1,17 +1,15 @@
-"""Slow disks, slow readers, dying clients and servers: memory stays bounded, nobody hangs, nothing is half there.
+"""Slow disks, dying clients and servers: memory stays bounded, nobody hangs, nothing is half there.
 
 The long versions are in tests/torture.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,81 +17,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import trace_client
+from tests.integration.bulk import MIB, WIDE, GatedServer, is_serving, rss_bytes, wait_until, wide_rows
 from trace_client import stream as stream_module
-from trace_server.app import Listen, Server
-from trace_store import Site, wire
-from trace_store.engine import Engine
 from trace_store.errors import DeadlineExceeded
-from trace_store.segment import writer as segment_writer
-from trace_store.v1 import record_pb2
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
-
-MIB = 1 << 20
-
-WIDE = Site(0, "moe_in", 8192, form="full")
-"""4,608 bytes a token: a few hundred tokens fill a message."""
-
-
-def wide_rows(tokens: int, seed: int = 0) -> dict[Site, Any]:
-    random = np.random.default_rng(seed)
-    return {
-        WIDE: (
-            random.integers(0, 256, (tokens, 4096), np.uint8),
-            random.integers(0, 0x7F, (tokens, 512), np.uint8),
-            np.float32(1),
-        )
-    }
-
-
-def rss_bytes(pid: int) -> int:
-    """Resident memory that is the process's own: what it shares with clients is theirs to bound."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) * 1024
-
-
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.005)
-
-
-class GatedServer:
-    """A server in this process whose disk stops at a gate."""
-
-    def __init__(self, directory: Path, patch: pytest.MonkeyPatch) -> None:
-        self.gate = threading.Event()
-        self.gate.set()
-        write = segment_writer._write_all
-
-        def gated(*arguments: Any) -> int:
-            self.gate.wait()
-            return write(*arguments)
-
-        patch.setattr(segment_writer, "_write_all", gated)
-        self._directory, self._ready = directory, threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()))
-        self._thread.start()
-        assert self._ready.wait(20)
-
-    async def _main(self) -> None:
-        self.engine = Engine(self._directory)
-        self._server = Server(self.engine, Listen("127.0.0.1:0"))
-        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        await self._server.start()
-        self.address = f"127.0.0.1:{self._server.port}"
-        self._ready.set()
-        await self._stop.wait()
-        await self._server.stop()
-
-    def close(self) -> None:
-        self.gate.set()
-        self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(30)
-        assert not self._thread.is_alive()
 
 
 @pytest.fixture
@@ -101,12 +30,6 @@ def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedServ
     server = GatedServer(tmp_path, monkeypatch)
     yield server
     server.close()
-
-
-def is_serving(address: str, timeout_s: float) -> bool:
-    with grpc.insecure_channel(address) as channel:
-        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-    return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 class TestStuckDisk:
@@ -166,104 +89,6 @@ class TestStuckDisk:
             writer.append("u", 0, wide_rows(10))
             writer.seal("u", tokens=11, prompt_tokens=0)
             assert client.status()["records"] == 2, "one copy of each"
-
-
-@pytest.fixture(scope="module")
-def backlog(server: Any) -> tuple[str, list[tuple[str, int, int]]]:
-    """A sealed backlog of 92 MiB in the module's server: run name and spans."""
-    with trace_client.connect(server.address) as client:
-        client.register("backlog", [WIDE])
-        with client.writer("backlog", "p", "written") as writer:
-            for number in range(10):
-                writer.append(f"t{number}", 0, wide_rows(2000, number))
-                writer.seal(f"t{number}", tokens=2001, prompt_tokens=0)
-    return "backlog", [(f"t{number}", 0, 2000) for number in range(10)]
-
-
-def open_read(channel: Any, run: str, spans: list[tuple[str, int, int]]) -> Any:
-    request = service_pb2.ReadRequest(
-        run=run,
-        partition="p",
-        sites=[0],
-        spans=[
-            record_pb2.TokenSpan(trajectory=name, start=start, stop=stop, dest_row=2000 * number)
-            for number, (name, start, stop) in enumerate(spans)
-        ],
-    )
-    return channel.unary_stream(f"/{wire.SERVICE}/Read")(request.SerializeToString())
-
-
-class TestReaders:
-    def test_a_slow_reader_costs_the_server_a_few_messages(self, server: Any, backlog: Any) -> None:
-        run, spans = backlog
-        options = [("grpc.max_receive_message_length", 17 * MIB), ("grpc.http2.lookahead_bytes", 64 << 10)]
-        with trace_client.connect(server.address, arena="off") as client:
-            placed = [(name, start, stop, 2000 * number) for number, (name, start, stop) in enumerate(spans)]
-            client.reader(run, "p").read(placed)  # what one reader needs is there
-            before = rss_bytes(server.pid)
-            with grpc.insecure_channel(server.address, options) as channel:
-                calls = [open_read(channel, run, spans) for _ in range(4)]
-                for call in calls:
-                    next(call)
-                started = time.monotonic()
-                assert not client.reader(run, "p").read(placed).missing
-                assert time.monotonic() - started < 10, "other readers keep their speed"
-                for _ in range(3):  # a message a call and round, of some ninety that wait
-                    for call in calls:
-                        next(call)
-                    assert rss_bytes(server.pid) - before < 4 * 12 * MIB
-                for call in calls:
-                    call.cancel()
-
-    def test_cancelled_reads_give_back_their_files(self, server: Any, backlog: Any) -> None:
-        run, spans = backlog
-        descriptors = Path(f"/proc/{server.pid}/fd")
-
-        def open_segments() -> int:
-            links = [os.readlink(entry) for entry in descriptors.iterdir() if entry.is_symlink()]
-            return sum(link.endswith((".arrow", ".open")) for link in links)
-
-        before = open_segments()
-        with grpc.insecure_channel(server.address, [("grpc.max_receive_message_length", 17 * MIB)]) as channel:
-            calls = [open_read(channel, run, spans) for _ in range(5)]
-            for call in calls:
-                next(call)
-            assert open_segments() > before, "a read in progress holds its segments"
-            for call in calls:
-                call.cancel()
-            wait_until(lambda: open_segments() <= before)
-
-    @pytest.mark.parametrize("arena", ["required", "off"])
-    def test_health_answers_while_bulk_runs(self, server: Any, backlog: Any, arena: str) -> None:
-        run, spans = backlog
-        placed = [(name, start, stop, 2000 * number) for number, (name, start, stop) in enumerate(spans)]
-        with trace_client.connect(server.address, arena=arena) as client:
-            stopping = threading.Event()
-
-            def bulk() -> None:
-                reader, turn = client.reader(run, "p"), 0
-                with client.writer(run, f"bulk-{arena}", "written") as writer:
-                    while not stopping.is_set():
-                        reader.read(placed)
-                        for _ in range(20):
-                            writer.append(f"b{turn}", 0, wide_rows(400))
-                            turn += 1
-
-            load = threading.Thread(target=bulk)
-            load.start()
-            took = []
-            with grpc.insecure_channel(server.address) as channel:
-                health = health_pb2_grpc.HealthStub(channel)
-                for _ in range(40):
-                    started = time.monotonic()
-                    health.Check(health_pb2.HealthCheckRequest(), timeout=5)
-                    took.append(time.monotonic() - started)
-                    stopping.wait(0.02)
-            stopping.set()
-            load.join()
-            client.release(run, f"bulk-{arena}")
-        assert sorted(took)[len(took) // 2] < 0.1
-        assert max(took) < 1.0
 
 
 class TestClientsThatDie:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,9 @@ import pyarrow as pa
 import zstandard
 
 from trace_store.checksum import NO_SITE, RowKind, record_checksum, trajectory_seed
-from trace_store.chunk import Chunk, iterate_records
+from trace_store.chunk import Chunk, iterate_records, shape_of
 from trace_store.errors import StorageFailed, StorageFull, TraceStoreError
+from trace_store.segment.columns import BatchTemplate
 from trace_store.segment.index import ROW, SegmentIndex
 from trace_store.segment.schema import (
     COLUMNS,
@@ -42,6 +43,9 @@ from trace_store.segment.schema import (
 
 SCALES_COMPRESS_BYTES_MIN = 256
 """Shorter scale columns stay raw: a zstd frame costs 10 to 20 bytes and 3 microseconds."""
+
+TEMPLATES_MAX = 64
+"""Shapes of chunks that a writer keeps a batch for, about 6 KiB each at 20 sites."""
 
 _IOV_MAX = 1000
 
@@ -76,12 +80,16 @@ class _Sink:
     def __init__(self) -> None:
         self.parts: list[Any] = []
         self.places: dict[int, int] = {}
+        self.content: Mapping[int, Any] = {}
+        """What stands for buffers at some addresses."""
         self.position = 0
 
     def write(self, part: Any) -> int:
         size = len(part)
         if isinstance(part, pa.Buffer):
-            self.places[part.address] = self.position
+            address = part.address
+            self.places[address] = self.position
+            part = self.content.get(address, part)
         self.parts.append(part)
         self.position += size
         return size
@@ -99,7 +107,7 @@ class _Sink:
         self.closed = True
 
     def take(self) -> list[Any]:
-        parts, self.parts, self.places = self.parts, [], {}
+        parts, self.parts, self.places, self.content = self.parts, [], {}, {}
         return parts
 
 
@@ -120,6 +128,7 @@ class SegmentWriter:
         self._schema = make_schema(header)
         self._compressor = zstandard.ZstdCompressor(level=1)
         self._sink = _Sink()
+        self._templates: dict[tuple[int, ...], BatchTemplate] = {}
         try:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
         except OSError as error:
@@ -138,45 +147,32 @@ class SegmentWriter:
         Raises:
             StorageFull, StorageFailed: nothing of the chunk is in the file.
         """
-        table = self.header.sites
-        keys: list[tuple[str, int, int, int, int, int, int]] = []
-        scales: list[Any] = []
-        encodings: list[int] = []
-        lengths: list[tuple[int, int]] = []
-        for record in iterate_records(chunk, table):
-            group, position = record.group, record.position
-            encoding, stored = self._encode_scales(record.scales) if compress else (ENCODING_RAW, record.scales)
-            keys.append(
-                (
-                    group.trajectory,
-                    group.attempt,
-                    group.policy_version,
-                    group.sites[position],
-                    group.start,
-                    group.stop,
-                    group.checksums[position],
-                )
-            )
-            scales.append(stored)
-            encodings.append(encoding)
-            lengths.append((record.codes.nbytes, record.tensor_scales.nbytes))
-        columns = list(zip(*keys, strict=True))
-        code_lengths, tensor_lengths = zip(*lengths, strict=True)
-        arrays = [
-            pa.array(np.full(len(keys), RowKind.RECORD, np.uint8)),
-            pa.array(columns[0], pa.string()),
-            pa.array(columns[1], pa.uint32()),
-            pa.array(columns[2], pa.uint64()),
-            pa.array(columns[3], pa.uint32()),
-            pa.array(columns[4], pa.uint32()),
-            pa.array(columns[5], pa.uint32()),
-            _binary(code_lengths, pa.py_buffer(chunk.codes)),
-            _binary([len(part) for part in scales], pa.py_buffer(b"".join(scales))),
-            pa.array(encodings, pa.uint8()),
-            _binary(tensor_lengths, pa.py_buffer(chunk.tensor_scales)),
-            pa.array(columns[6], pa.uint64()),
-        ]
-        return self.append_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        if self.abandoned is not None:
+            raise self.abandoned
+        template, scales = self._template(chunk, compress)
+        rows = template.fill(chunk.groups, self.index)
+        content = (chunk.codes, scales, chunk.tensor_scales)
+        places = self._write_batch(template.batch, dict(zip(template.blanks, content, strict=True)))
+        template.place(rows, places)
+        self.index.extend(rows)
+        return rows
+
+    def _template(self, chunk: Chunk, compress: bool) -> tuple[BatchTemplate, Any]:
+        """Template for a chunk, and its scales as they are stored."""
+        shapes = [shape_of(group, self.header.sites) for group in chunk.groups]
+        name_bytes = [len(group.trajectory.encode()) for group in chunk.groups]
+        if compress:
+            encoded = [self._encode_scales(record.scales) for record in iterate_records(chunk, self.header.sites)]
+            ends = np.cumsum([0, *(len(stored) for _, stored in encoded)])
+            scales = ([encoding for encoding, _ in encoded], ends)
+            return BatchTemplate(shapes, name_bytes, self._schema, scales), b"".join([part for _, part in encoded])
+        key = (*name_bytes, *map(id, shapes))  # the template keeps the shapes, so that their ids stay theirs
+        found = self._templates.get(key)
+        if found is None:
+            if len(self._templates) >= TEMPLATES_MAX:
+                self._templates.clear()
+            found = self._templates[key] = BatchTemplate(shapes, name_bytes, self._schema)
+        return found, chunk.scales
 
     def append_controls(self, controls: Sequence[ControlRow]) -> npt.NDArray[np.void]:
         """Write seals or releases as one record batch, so that a crash leaves all of them or none."""
@@ -190,12 +186,18 @@ class SegmentWriter:
         """Write a record batch with the segment's columns and return its index rows."""
         if self.abandoned is not None:
             raise self.abandoned
-        self._arrow.write_batch(batch)
-        places = self._sink.places
-        self._flush()
+        places = self._write_batch(batch)
         rows = index_rows(batch, lambda buffer: places[buffer.address], self.index)
         self.index.extend(rows)
         return rows
+
+    def _write_batch(self, batch: pa.RecordBatch, content: Mapping[int, Any] | None = None) -> dict[int, int]:
+        """Write a batch, with ``content`` in place of its buffers at some addresses; file positions by address."""
+        self._sink.content = content or {}
+        self._arrow.write_batch(batch)
+        places = self._sink.places
+        self._flush()
+        return places
 
     def sync(self) -> None:
         """Make everything written so far survive a power cut.
@@ -303,12 +305,6 @@ def _write_all(descriptor: int, parts: list[memoryview]) -> int:
         if written:
             parts[0] = parts[0][written:]
     return total
-
-
-def _binary(lengths: Sequence[int], values: pa.Buffer) -> pa.Array:
-    offsets = np.zeros(len(lengths) + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    return pa.Array.from_buffers(pa.binary(), len(lengths), [None, pa.py_buffer(offsets), values])
 
 
 def index_rows(batch: pa.RecordBatch, place: Any, index: SegmentIndex) -> npt.NDArray[np.void]:
