@@ -32,6 +32,7 @@ from trace_store.explain import explain
 from trace_store.fetch import OpenSegment, byte_ranges
 from trace_store.gate import DiskGate
 from trace_store.keeper import Keeper, RetentionCounts
+from trace_store.lifetime import begin
 from trace_store.limits import SPANS_MAX, TOKENS_MAX
 from trace_store.planner import MissingReason, ReadPlan, plan_read
 from trace_store.read import Read
@@ -98,6 +99,8 @@ class Engine:
         """
         limits = limits or Limits()
         self._volume = Volume(Path(root), server or socket.gethostname(), epoch(), clock)
+        lifetime = begin(Path(root), self._volume.now(), self._volume.newest_write())
+        self._volume.set_time(lifetime.started)
         try:
             self._tier = ObjectTier(self._volume, objects, clock) if objects is not None else None
         except BaseException:
@@ -107,7 +110,7 @@ class Engine:
         if self._tier is not None:
             self._tier.cache.has_room = self._gate.has_room
         self._shard = Shard(self._volume, clock, self._gate, upload=objects is not None)
-        self._keeper = Keeper(self._volume, limits, self._gate, self._tier, self._release_for_keeper)
+        self._keeper = Keeper(self._volume, limits, self._gate, self._tier, self._release_for_keeper, lifetime.pauses)
         self._closed = False
 
     @property

@@ -1,7 +1,8 @@
 """The timer of an engine: carries out what ``retention`` decides and lets the object tier look for new segments.
 
 Releases go through the writer's queue, in front of what waits there, so that deletion keeps pace with ingest. A clock
-that jumps does not age anything: times come from the engine's clock, which is set once at start.
+that jumps does not age anything: times come from the engine's clock, which is set once at start, and that one is not
+believed blindly (``lifetime``).
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trace_store.attempt import Segment
 from trace_store.catalog import Partition
 from trace_store.gate import DiskGate
+from trace_store.lifetime import PAUSE_SHARE_MAX, SAVE_S, Pause, save
 from trace_store.retention import Limits, PartitionFacts, SegmentFacts, to_evict, to_release
 from trace_store.tier.layout import Place
 from trace_store.tier.tier import ObjectTier
@@ -49,12 +51,21 @@ class Keeper:
         gate: DiskGate,
         tier: ObjectTier | None,
         release: Callable[[Partition, Callable[[], None]], None],
+        pauses: Sequence[Pause] = (),
     ) -> None:
+        """``pauses``: times before this start in which no store ran (``lifetime``)."""
+        self._pauses, self._saved_at = list(pauses), float("-inf")
         self._volume, self._limits, self._gate, self._tier, self._release = volume, limits, gate, tier, release
         self.counts = RetentionCounts()
         self._under_way: set[Place] = set()
         self._stop, self._wake = threading.Event(), threading.Event()
         gate.on_pressure = self._wake.set
+        if limits.age_s is not None and pauses and pauses[-1][1] - pauses[-1][0] > PAUSE_SHARE_MAX * limits.age_s:
+            log.warning(
+                "by the clock the store stood still for %.0f s; of that %.0f s count for the age of partitions",
+                pauses[-1][1] - pauses[-1][0],
+                PAUSE_SHARE_MAX * limits.age_s,
+            )
         self._thread = threading.Thread(target=self._run, name="trace-store-keep", daemon=True)
         self._thread.start()
 
@@ -62,6 +73,7 @@ class Keeper:
         self._stop.set()
         self._wake.set()
         self._thread.join()
+        save(self._volume.root, self._volume.now(), self._pauses)
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_PRESSED_S):
@@ -76,10 +88,14 @@ class Keeper:
         """Look once; also for tests."""
         if self._tier is not None:
             self._tier.tick()
+        now = self._volume.now()
+        if now - self._saved_at >= SAVE_S:
+            save(self._volume.root, now, self._pauses)
+            self._saved_at = now
         partitions, evictable, used = self._facts()
         # What is being deleted still fills the disk: a deletion that hangs must not let ingest run past the cap.
         self._gate.observe(used + self._volume.deleter.pending_bytes)
-        wanted = to_release(self._limits, partitions, self._volume.now(), evictable=self._tier is not None)
+        wanted = to_release(self._limits, partitions, now, evictable=self._tier is not None, pauses=self._pauses)
         for place, rule in wanted:
             if place not in self._under_way:
                 self._release_place(place, rule)

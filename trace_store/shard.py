@@ -395,6 +395,7 @@ class Shard:
     def sealed(self, writer: SegmentWriter) -> None:
         place = self._places.pop(writer, None)
         if place is not None:
+            self._volume.stamp(writer.path)
             with self._volume.lock:
                 place[1].path, place[1].disk_bytes = writer.path, writer.written_bytes
         writer.close()

@@ -5,12 +5,14 @@
     ROOT/runs/RUN/PARTITION/SEQUENCE-EPOCH.arrow   sealed segments (``.open`` while written)
     ROOT/runs/RUN/.released-*                      a released partition on its way out
     ROOT/set-aside/                                files that were no segments, or damaged
+    ROOT/clock                                     how time goes on (``lifetime``)
 
 RUN and PARTITION are ``naming.directory_name`` of the names. ``lock`` guards the catalog; methods take it themselves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
@@ -39,6 +41,9 @@ from trace_store.storage.local import LocalSource
 from trace_store.storage.objects import Objects, note_objects
 
 log = logging.getLogger("trace_store.volume")
+
+CLOCK_APART_S = 2.0
+"""Difference from the machine's clock at which files get the store's time; file systems may round to whole seconds."""
 
 
 class Volume:
@@ -80,6 +85,23 @@ class Volume:
     def now(self) -> float:
         """Seconds since 1970 at start, plus what the clock has counted: a jump of the wall clock ages nothing."""
         return self._start + self._clock()
+
+    def set_time(self, now: float) -> None:
+        """Go on from this time (``lifetime``)."""
+        self._start = now - self._clock()
+
+    def newest_write(self) -> float:
+        """When the newest segment was written, 0 if there is none."""
+        with self.lock:
+            partitions = (partition for run in self.runs.values() for partition in run.partitions.values())
+            return max((partition.written_at for partition in partitions), default=0.0)
+
+    def stamp(self, path: Path) -> None:
+        """Give a sealed file the store's time where the machine's clock says another one: its age counts from there."""
+        now = self.now()
+        if abs(time.time() - now) > CLOCK_APART_S:
+            with contextlib.suppress(OSError):
+                os.utime(path, (now, now))
 
     def close(self) -> None:
         self.deleter.close()

@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from trace_store.arena import ARENA_BYTES_MAX, PAGE_BYTES, SECRET_BYTES, arena_directory, is_arena_name
+from trace_store.arena import ARENA_BYTES_MAX, PAGE_BYTES, SECRET_BYTES, arena_directory, is_arena_name, map_arena
 from trace_store.errors import DeadlineExceeded, InvalidRequest, TraceStoreError, Unavailable, Unsupported
 from trace_store.record import check_int
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
@@ -123,7 +123,7 @@ class Arenas:
                 secret = os.pread(descriptor, SECRET_BYTES, 0)
                 outgoing.put(service_pb2.AttachArenaRequest(secret=secret).SerializeToString())
                 attached = service_pb2.AttachArenaResponse.FromString(next(call))
-                mapping = mmap.mmap(descriptor, offered.size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+                mapping = map_arena(descriptor, offered.size_bytes)
             finally:
                 os.close(descriptor)
             return Arena(call, outgoing, mapping, attached.arena)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
+import numpy as np
+import numpy.typing as npt
 
 from trace_client.arena import Arena, Slabs
 from trace_client.channel import Channel
@@ -72,8 +74,9 @@ class AppendStream:
         self._sequence = 0
         self._credit: int | None = None
         self._arena: Arena | None = channel.arenas.attach(arena_bytes) if arena_bytes else None
-        self._memory = self._arena.array().data if self._arena is not None else memoryview(b"")
-        self._slabs = Slabs(len(self._memory))
+        self._memory = self._arena.array() if self._arena is not None else np.zeros(0, np.uint8)
+        self._filled = np.zeros(0, np.uint8)
+        self._slabs = Slabs(self._memory.size)
         self._requests.put(wire.append_open_frame(run, partition, durability))
         self._call = channel.append_stream(self._outgoing())
         self._thread = threading.Thread(target=self._receive, name="trace-client-answers", daemon=True)
@@ -86,27 +89,35 @@ class AppendStream:
         """Payload that a message should have."""
         return Slabs.SLAB_BYTES if self._arena is not None else FRAME_BYTES
 
-    def send(self, outgoing: Outgoing, trajectory: str) -> None:
+    def send(self, outgoing: Outgoing) -> None:
         """Send a message once credit or arena allow it.
 
         Raises:
+            InvalidRequest: a block scale is NaN; nothing was sent.
             Unavailable and others: the stream broke; nothing was sent, unless ``unanswered`` holds it.
         """
-        sent = Sent(trajectory, outgoing.groups, outgoing.size)
-        if self._arena is None or outgoing.size > Slabs.SLAB_BYTES:
-            sent.message = wire.append_frame(self._sequence + 1, outgoing.groups, outgoing.parts)
-            self._put(sent, sent.message)
+        size = outgoing.size
+        if self._arena is None or size > Slabs.SLAB_BYTES:
+            payload = self._scratch(size)
+            groups = outgoing.fill(payload)
+            message = wire.append_frame(self._sequence + 1, groups, (payload.data,))
+            self._put(Sent(outgoing.trajectory, groups, size, message), message)
             return
-        sent.offset = self._reserve(outgoing.size)
-        place, memory = sent.offset, self._memory
-        for parts in (outgoing.codes, outgoing.scales, outgoing.tensors):
-            for part in parts:
-                memory[place : place + len(part)] = part
-                place += len(part)
-        descriptor = wire.append_arena_frame(
-            self._sequence + 1, outgoing.groups, self._arena.id, sent.offset, outgoing.size
-        )
-        self._put(sent, descriptor)
+        offset = self._reserve(size)
+        try:
+            groups = outgoing.fill(self._memory[offset : offset + size])
+        except BaseException:
+            with self._changed:
+                self._slabs.give_back(offset)
+            raise
+        descriptor = wire.append_arena_frame(self._sequence + 1, groups, self._arena.id, offset, size)
+        self._put(Sent(outgoing.trajectory, groups, size, offset=offset), descriptor)
+
+    def _scratch(self, size: int) -> npt.NDArray[np.uint8]:
+        """Memory to fill before it is joined with its header; the same each time, so that it stays in the cache."""
+        if self._filled.size < size:
+            self._filled = np.empty(size, np.uint8)
+        return self._filled[:size]
 
     def send_again(self, sent: Sent, origin: AppendStream) -> None:
         """Send what another stream left unanswered."""
@@ -114,7 +125,7 @@ class AppendStream:
             message = wire.renumber_append(sent.message, self._sequence + 1)
         else:
             # Out of the old arena by value: it goes away with its stream.
-            payload = origin._memory[sent.offset : sent.offset + sent.size]
+            payload = origin._memory.data[sent.offset : sent.offset + sent.size]
             message = wire.append_frame(self._sequence + 1, sent.groups, (payload,))
         self._put(Sent(sent.trajectory, sent.groups, sent.size, message), message)
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from trace_client.channel import Channel
-from trace_client.encode import Encoder, Outgoing, build_records
+from trace_client.encode import Encoder, Outgoing
 from trace_client.stream import AppendStream
 from trace_store import wire
 from trace_store.errors import TraceStoreError, Unavailable
@@ -64,8 +64,7 @@ class Writer:
         self.durability = check_durability(durability)
         self.sites: tuple[Site, ...] = channel.table(run)
         self.stored = self.duplicates = self.sent_bytes = 0
-        self._encoder = Encoder(self.run, self.partition)
-        self._numbers = {site: number for number, site in enumerate(self.sites)}
+        self._encoder = Encoder(self.run, self.partition, self.sites)
         self._lock = threading.Lock()
         self._stream: AppendStream | None = None
         self._errors: dict[str, TraceStoreError] = {}
@@ -95,12 +94,12 @@ class Writer:
         """
         self._channel.check_usable()
         check_attempt(attempt, policy_version)
-        built = build_records(self._numbers, trajectory, start, records)
         with self._lock:
+            taken = self._encoder.take(trajectory, start, records)
             self._raise_error(trajectory)
             size = self._on_stream(lambda stream: stream.message_bytes)
-            for outgoing in self._encoder.messages(built, trajectory, attempt, policy_version, size):
-                self._on_stream(partial(_send, outgoing, trajectory))
+            for outgoing in self._encoder.messages(taken, attempt, policy_version, size):
+                self._on_stream(partial(_send, outgoing))
                 self.sent_bytes += outgoing.size
 
     def flush(self) -> None:
@@ -238,5 +237,5 @@ class Writer:
             raise error
 
 
-def _send(outgoing: Outgoing, trajectory: str, stream: AppendStream) -> None:
-    stream.send(outgoing, trajectory)
+def _send(outgoing: Outgoing, stream: AppendStream) -> None:
+    stream.send(outgoing)

@@ -11,15 +11,15 @@ are 128 random bits, file names too, and the file is gone once it is attached.
 from __future__ import annotations
 
 import hmac
-import mmap
 import os
 import secrets
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trace_store.arena import ARENA_BYTES_MAX, PAGE_BYTES, SECRET_BYTES, arena_name, is_arena_name
+from trace_store.arena import ARENA_BYTES_MAX, PAGE_BYTES, SECRET_BYTES, arena_name, is_arena_name, map_arena
 from trace_store.errors import InvalidRequest, Overloaded, Unsupported
 from trace_store.limits import FRAME_BYTES_MAX
 
@@ -103,7 +103,7 @@ class Arenas:
         try:
             # Reserved, not sparse: a page that the tmpfs cannot deliver would kill either process with SIGBUS.
             os.posix_fallocate(arena.descriptor, 0, arena.size)
-            mapping = mmap.mmap(arena.descriptor, arena.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            mapping = map_arena(arena.descriptor, arena.size)
         except OSError as error:
             raise Overloaded(f"no memory left to share, wanted_bytes={arena.size} cause={error.strerror}") from error
         mapping[:SECRET_BYTES] = bytes(SECRET_BYTES)
@@ -111,14 +111,17 @@ class Arenas:
         self._attached[arena.id] = arena
 
     def drop(self, arena: Arena) -> None:
-        """Forget an arena. Ranges in use stay mapped until they are done with."""
+        """Forget an arena. Ranges in use stay mapped until they are done with. Does not block."""
         if arena.descriptor < 0:
             return
         self._attached.pop(arena.id, None)
         arena.path.unlink(missing_ok=True)
         os.close(arena.descriptor)
-        arena.descriptor, arena.view = -1, None
+        view, arena.descriptor, arena.view = arena.view, -1, None
         self.shared_bytes -= arena.size
+        if view is not None:
+            # Unmapping takes 0.3 s a GiB, which the event loop cannot spare.
+            threading.Thread(target=view.release, name="trace-store-unmap", daemon=True).start()
 
     def range(self, named: Any) -> memoryview:
         """Bytes of an ArenaRange.

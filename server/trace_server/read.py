@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trace_store import frame
+from trace_store import frame, wire
 from trace_store.errors import InvalidRequest
 from trace_store.gather import Places, select
 from trace_store.limits import FRAME_BYTES, FRAME_BYTES_MAX
@@ -68,23 +68,14 @@ def missing_frames(read: Read) -> Iterator[bytes]:
         yield _missing_frame(read.missing[low : low + MISSING_PER_FRAME_MAX])
 
 
-async def fill_arena(
-    read: Read, spans: Sequence[TokenSpan], sites: Sequence[int], table: Sequence[Site], arena: memoryview, target: Any
-) -> tuple[int, int]:
-    """Gather a read into its ReadTarget; returns payload bytes and rows.
+async def fill_arena(read: Read, request: Any, table: Sequence[Site], arena: memoryview) -> tuple[int, int]:
+    """Gather a read into its request's ReadTarget; returns payload bytes and rows.
 
     Raises:
         InvalidRequest: a row would land outside the arena.
     """
-    bases = _check_target(spans, sites, table, arena, target)
-    plan = read.pieces()
-    code_bytes, scale_bytes = _row_bytes(plan, table)
-    places = Places(
-        bases[0][plan.site] + plan.dest_row * code_bytes,
-        bases[1][plan.site] + plan.dest_row * scale_bytes,
-        bases[2][plan.site] + plan.dest_row * 4,
-    )
-    sizes = plan.rows * (code_bytes + scale_bytes + 4)
+    # On a thread: 65,536 spans at 4 sites take the event loop's time for longer than a health check may.
+    plan, places, sizes = await on_thread(_place_pieces, read, request, table, arena)
     borders = (np.flatnonzero(np.diff(np.cumsum(sizes) // PART_BYTES)) + 1).tolist()
     parts = list(pairwise([0, *borders, len(sizes)])) if len(sizes) else []
 
@@ -102,6 +93,22 @@ async def fill_arena(
 
     await asyncio.gather(*(work() for _ in range(min(PARTS_AT_ONCE, len(parts)))))
     return int(sizes.sum()), int(plan.rows.sum())
+
+
+def _place_pieces(
+    read: Read, request: Any, table: Sequence[Site], arena: memoryview
+) -> tuple[ReadPlan, Places, npt.NDArray[np.int64]]:
+    """Pieces in file order, where each lands, and its payload bytes. Raises InvalidRequest."""
+    spans = [wire.span_from_wire(span) for span in request.spans]
+    bases = _check_target(spans, list(request.sites), table, arena, request.target)
+    plan = read.pieces()
+    code_bytes, scale_bytes = _row_bytes(plan, table)
+    places = Places(
+        bases[0][plan.site] + plan.dest_row * code_bytes,
+        bases[1][plan.site] + plan.dest_row * scale_bytes,
+        bases[2][plan.site] + plan.dest_row * 4,
+    )
+    return plan, places, plan.rows * (code_bytes + scale_bytes + 4)
 
 
 async def on_thread(function: Callable[..., _Result], *arguments: Any) -> _Result:

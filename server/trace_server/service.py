@@ -196,9 +196,7 @@ class TraceStoreService:
 
     async def _read_into_arena(self, opened: Read, request: Any) -> AsyncGenerator[bytes, None]:
         arena = self._arenas.whole(request.target.arena)
-        spans = [wire.span_from_wire(span) for span in request.spans]
-        table = self._engine.sites(request.run)
-        size, rows = await read.fill_arena(opened, spans, list(request.sites), table, arena, request.target)
+        size, rows = await read.fill_arena(opened, request, self._engine.sites(request.run), arena)
         self._metrics.read_bytes.inc(size)
         self._metrics.read_rows.inc(rows)
         for encoded in read.missing_frames(opened):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import subprocess
 import sys
@@ -250,6 +251,44 @@ def test_clock_jumps_change_nothing(tmp_path: Path, tools: Any, when: str) -> No
     engine = Engine(tmp_path)
     assert broken_promises(engine, "p", messages) == []
     engine.close()
+
+
+AGED = """
+import sys
+from pathlib import Path
+from trace_store.engine import Engine
+from trace_store.retention import Limits
+from trace_store.testing.load import RUN, TABLE, check_rows
+from trace_store.testing.records import make_chunk
+engine = Engine(Path(sys.argv[1]), limits=Limits(age_s=86400.0, partitions_kept=int(sys.argv[3])))
+engine.register(RUN, TABLE)
+engine.append(RUN, sys.argv[2], make_chunk(RUN, sys.argv[2], TABLE, "t", 0, 8), "synced").result(60)
+for _ in range(2):
+    engine._keeper.tick()
+engine.close()
+engine = Engine(Path(sys.argv[1]))
+print(*(name for name in ("first", "ahead", "again", "behind")
+        if not check_rows(engine, name, "t", 0, 8, include_open=True)))
+engine.close()
+"""
+
+
+def test_a_clock_that_is_wrong_at_start_releases_nothing(tmp_path: Path, tools: Any) -> None:
+    """Retention by age and count, in lives on a right clock, one years ahead (twice), and one that begins in 1970."""
+    tools("faketime")
+    lives = [("first", []), ("ahead", ["+20y"]), ("again", ["+20y"]), ("behind", ["@1971-01-01 00:00:00"])]
+    for number, (partition, clock) in enumerate(lives, 1):
+        command = [*(["faketime", "-f", *clock] if clock else []), sys.executable, "-c", AGED]
+        kept = "4" if number < 4 else "2"
+        result = subprocess.run(
+            [*command, str(tmp_path), partition, kept],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "NO_FAKE_STAT": "1"},
+        )
+        expected = [name for name, _ in lives[:number]][-int(kept) :]
+        assert result.stdout.split() == expected, result.stderr
 
 
 def mix_errors(tmp_path: Path, strace: Any, chance: random.Random, rounds: int) -> int:
