@@ -11,6 +11,7 @@ A frame is a valid protobuf message with two fields in fixed order:
     ..            P        payload, to the end of the message
 
 An empty payload may be left out with its tag. Anything else is refused: another field, trailing bytes, a short frame.
+A message of an append stream may hold several frames, one after another: each says where it ends.
 Raw bytes carried 1.4 to 1.8 times what a decoded protobuf bytes field did, at 0.55 to 0.7 of its CPU time.
 """
 
@@ -40,21 +41,42 @@ def decode(message: bytes) -> tuple[bytes, memoryview]:
         InvalidRequest: the message is no frame; names what differs.
     """
     view = memoryview(message)
-    if not view or view[0] != _HEADER_TAG:
-        raise _malformed("field 1 (header) must come first", 0)
-    size, offset = _read_varint(view, 1)
+    header, payload, end = _decode_one(view, 0)
+    if end != len(view):
+        raise _malformed(f"payload must end the message, left={len(view) - end}", end)
+    return header, payload
+
+
+def decode_all(message: bytes) -> list[tuple[bytes, memoryview]]:
+    """Header bytes and payload of every frame of a message, one at least.
+
+    Raises:
+        InvalidRequest: the message is not made of frames; names what differs.
+    """
+    view, frames, end = memoryview(message), [], 0
+    while end < len(view) or not frames:
+        header, payload, end = _decode_one(view, end)
+        frames.append((header, payload))
+    return frames
+
+
+def _decode_one(view: memoryview, start: int) -> tuple[bytes, memoryview, int]:
+    """Header, payload and end of the frame at ``start``."""
+    if start >= len(view) or view[start] != _HEADER_TAG:
+        raise _malformed("field 1 (header) must come first", start)
+    size, offset = _read_varint(view, start + 1)
     header = bytes(view[offset : offset + size])
     if len(header) != size:
         raise _malformed("header is cut short", offset)
     offset += size
-    if offset == len(view):
-        return header, view[:0]
+    if offset == len(view) or view[offset] == _HEADER_TAG:
+        return header, view[:0], offset
     if view[offset] != _PAYLOAD_TAG:
         raise _malformed("field 15 (payload) must follow the header", offset)
     size, offset = _read_varint(view, offset + 1)
-    if len(view) - offset != size:
-        raise _malformed(f"payload must end the message, expected={size} left={len(view) - offset}", offset)
-    return header, view[offset:]
+    if len(view) - offset < size:
+        raise _malformed(f"payload is cut short, expected={size} left={len(view) - offset}", offset)
+    return header, view[offset : offset + size], offset + size
 
 
 def _size(part: Buffer) -> int:

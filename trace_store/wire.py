@@ -139,7 +139,12 @@ def error_from_wire(detail: Any, table: Sequence[Site] = ()) -> TraceStoreError:
 
 def append_open_frame(run: str, partition: str, durability: str) -> bytes:
     header = service_pb2.AppendHeader(
-        open=service_pb2.AppendOpen(run=run, partition=partition, durability=durability_to_wire(durability))  # type: ignore[arg-type]
+        open=service_pb2.AppendOpen(
+            run=run,
+            partition=partition,
+            durability=durability_to_wire(durability),  # type: ignore[arg-type]
+            batched=True,
+        )
     )
     return frame.encode(header.SerializeToString(), ())
 
@@ -183,10 +188,9 @@ def _append_header(sequence: int, groups: Sequence[RecordGroup]) -> Any:
     )
 
 
-def parse_append(message: bytes) -> tuple[Any, memoryview]:
-    """AppendHeader and payload of a frame. Raises InvalidRequest."""
-    header, payload = frame.decode(message)
-    return _parse(service_pb2.AppendHeader, header), payload
+def parse_append(message: bytes) -> list[tuple[Any, memoryview]]:
+    """AppendHeader and payload of each request in a message. Raises InvalidRequest."""
+    return [(_parse(service_pb2.AppendHeader, header), payload) for header, payload in frame.decode_all(message)]
 
 
 def chunk_from_wire(header: Any, payload: memoryview, table: Sequence[Site]) -> Chunk:

@@ -1,7 +1,9 @@
 """The Append stream: frames in, answers out, in order, with the credit announced at open.
 
-One task reads frames and hands chunks to the engine; a second one answers them in order as their futures complete.
-At most MESSAGES_UNANSWERED_MAX frames wait for their answer, and their bytes come out of the server's budget.
+One task reads messages and hands their chunks to the engine; the call's own task answers them in order as the engine
+completes them. All that is due is answered in one message, and threads of the engine wake the event loop once for what
+they completed meanwhile: waking it for each request cost more than the request. At most MESSAGES_UNANSWERED_MAX of them
+wait for their answer, and their bytes come out of the server's budget.
 """
 
 from __future__ import annotations
@@ -9,14 +11,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from trace_server.arena import Arenas
 from trace_server.flow import CREDIT_BYTES, ByteBudget
-from trace_server.futures import wait_for
 from trace_server.metrics import Metrics
 from trace_store import wire
 from trace_store.commands import AppendResult
@@ -32,10 +35,17 @@ MESSAGES_UNANSWERED_MAX = 256
 PREPARE_S = 2.0
 """Longest wait of a new stream for what other servers have uploaded of its partition."""
 
-_Pending = tuple[int, float, "asyncio.Future[AppendResult] | TraceStoreError"]
 
-_RELEASED: tuple[()] = ()
-"""In place of a pending answer: tell the client which ranges of its arena are free."""
+class _Pending(NamedTuple):
+    """A request without an answer."""
+
+    sequence: int
+    arrived: float
+    outcome: Future[AppendResult] | TraceStoreError
+
+    @property
+    def done(self) -> bool:
+        return isinstance(self.outcome, TraceStoreError) or self.outcome.done()
 
 
 class AppendStream:
@@ -43,14 +53,16 @@ class AppendStream:
 
     def __init__(self, engine: Engine, budget: ByteBudget, metrics: Metrics, arenas: Arenas) -> None:
         self._engine, self._budget, self._metrics, self._arenas = engine, budget, metrics, arenas
-        self._released_through = 0
         self._loop = asyncio.get_running_loop()
-        self._pending: asyncio.Queue[_Pending | tuple[()] | TraceStoreError | None] = asyncio.Queue(
-            MESSAGES_UNANSWERED_MAX
-        )
+        self._pending: deque[_Pending] = deque()
+        self._progress, self._room = asyncio.Event(), asyncio.Event()
+        self._waking = False
+        self._end: TraceStoreError | None = None
+        self._ended = self._stopped = False
         self._reader: asyncio.Task[None] | None = None
-        self._stopped = False
+        self._released_through = self._released_told = 0
         self._run = self._partition = self._durability = ""
+        self._batched = False
         self._table: tuple[Site, ...] = ()
 
     async def answers(self, requests: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
@@ -60,32 +72,35 @@ class AppendStream:
             return
         self._open(first)
         await self._prepare()
-        yield service_pb2.AppendResponse(credit_bytes=CREDIT_BYTES).SerializeToString()
+        yield service_pb2.AppendResponse(credit_bytes=CREDIT_BYTES, batched=True).SerializeToString()
         self._metrics.streams.inc()
         self._reader = reader = asyncio.create_task(self._read(requests))
         reader.add_done_callback(self._end_unstarted)
         if self._stopped:
             reader.cancel()
         try:
-            while (pending := await self._pending.get()) is not None:
-                if isinstance(pending, TraceStoreError):
-                    raise pending
-                answer = await self._answer(*pending) if pending else service_pb2.AppendResponse()
-                answer.released_through = self._released_through
-                yield answer.SerializeToString()
+            while True:
+                await self._progress.wait()
+                self._progress.clear()
+                for answer in self._due():
+                    yield answer.SerializeToString()
+                if self._ended and not self._pending:
+                    if self._end is not None:
+                        raise self._end
+                    return
         finally:
             self._metrics.streams.dec()
             if not reader.done():
-                self._pending = asyncio.Queue()  # nobody reads it any more; the reader must not wait for room
                 reader.cancel()
 
     def _open(self, message: bytes) -> None:
-        header, payload = wire.parse_append(message)
-        if not header.HasField("open") or header.groups or payload.nbytes:
+        (header, payload), *others = wire.parse_append(message)
+        if not header.HasField("open") or header.groups or payload.nbytes or others:
             raise InvalidRequest("the first message of an append stream opens it and holds no records", argument="open")
         self._run = check_name(header.open.run, "run")
         self._partition = check_name(header.open.partition, "partition")
         self._durability = wire.durability_from_wire(header.open.durability)
+        self._batched = header.open.batched
 
     async def _prepare(self) -> None:
         look = asyncio.to_thread(self._engine.prepare, self._run, self._partition)
@@ -94,25 +109,34 @@ class AppendStream:
         self._table = self._engine.sites(self._run)
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
-        expected = 0
+        end: TraceStoreError | None = None
         try:
+            expected = 0
             async for message in requests:
-                expected += 1
-                await self._pending.put(await self._accept(message, expected))
-            await self._pending.put(None)
+                for request in self._parse(message):
+                    while len(self._pending) >= MESSAGES_UNANSWERED_MAX:
+                        self._room.clear()
+                        await self._room.wait()
+                    expected += 1
+                    await self._accept(request, expected)
         except TraceStoreError as error:
-            await self._pending.put(error)
+            end = error
         except asyncio.CancelledError:
-            await self._pending.put(_stopping())
+            end = _stopping()
         except Exception as error:  # without an end the client would wait for ever
             log.exception("append stream failed")
-            await self._pending.put(TraceStoreError(f"the append stream failed, cause={error!r}"))
+            end = TraceStoreError(f"the append stream failed, cause={error!r}")
+        self._finish(end)
+
+    def _finish(self, end: TraceStoreError | None) -> None:
+        """No request comes any more; ``end`` is said once all are answered."""
+        self._ended, self._end = True, end
+        self._progress.set()
 
     def _end_unstarted(self, reader: asyncio.Task[None]) -> None:
-        """A task that is cancelled before its first step runs none of its code, and puts no end."""
+        """A task that is cancelled before its first step runs none of its code, and says no end."""
         if reader.cancelled():
-            with suppress(asyncio.QueueFull):
-                self._pending.put_nowait(_stopping())
+            self._finish(_stopping())
 
     def stop(self) -> None:
         """Take no more messages; what was taken is still answered, then the stream ends with Unavailable."""
@@ -120,36 +144,46 @@ class AppendStream:
         if self._reader is not None:
             self._reader.cancel()
 
-    async def _accept(self, message: bytes, expected: int) -> _Pending:
+    def _parse(self, message: bytes) -> list[tuple[Any, memoryview]] | list[TraceStoreError]:
+        """Requests of a message; one that is malformed counts as one."""
+        try:
+            return wire.parse_append(message)
+        except TraceStoreError as error:
+            return [error]
+
+    async def _accept(self, request: tuple[Any, memoryview] | TraceStoreError, expected: int) -> None:
         arrived = time.perf_counter()
         try:
-            header, payload = wire.parse_append(message)
-        except TraceStoreError as error:
-            return expected, arrived, error
-        if header.sequence != expected or header.HasField("open"):
-            raise InvalidRequest(
-                f"append messages are numbered from 1 on, sequence={header.sequence} expected={expected}",
-                argument="sequence",
-            )
-        in_arena = header.HasField("arena")
-        try:
+            if isinstance(request, TraceStoreError):
+                raise request
+            header, payload = request
+            _check_sequence(header, expected)
+            in_arena = header.HasField("arena")
             if in_arena:
                 payload = self._arena_payload(header.arena, payload)
             chunk = wire.chunk_from_wire(header, payload, self._table)
+            size = payload.nbytes
+            if not in_arena:
+                await self._budget.take(size)
+            left_queue = partial(self._left_arena, expected) if in_arena else partial(self._budget.give_back, size)
+            try:
+                outcome = self._engine.append(self._run, self._partition, chunk, self._durability, left_queue, in_arena)
+            except TraceStoreError:
+                if not in_arena:  # an error answers for its own range alone
+                    left_queue()
+                raise
+        except _OutOfOrder:
+            raise
         except TraceStoreError as error:
-            return expected, arrived, error
-        size = payload.nbytes
-        if not in_arena:
-            await self._budget.take(size)
-        left_queue = partial(self._left_arena, expected) if in_arena else partial(self._budget.give_back, size)
-        try:
-            future = self._engine.append(self._run, self._partition, chunk, self._durability, left_queue, in_arena)
-        except TraceStoreError as error:
-            if not in_arena:  # an error answers for its own range alone
-                left_queue()
-            return expected, arrived, error
+            self._pending.append(_Pending(expected, arrived, error))
+            self._progress.set()
+            return
         self._metrics.append_bytes.inc(size)
-        return expected, arrived, wait_for(future)
+        self._pending.append(_Pending(expected, arrived, outcome))
+        if outcome.done():
+            self._progress.set()
+        else:
+            outcome.add_done_callback(self._wake)
 
     def _arena_payload(self, named: Any, payload: memoryview) -> memoryview:
         if payload.nbytes:
@@ -158,28 +192,70 @@ class AppendStream:
 
     def _left_arena(self, sequence: int) -> None:
         """The shard's thread: the bytes of request ``sequence``, and of all before it, are read for the last time."""
-        self._loop.call_soon_threadsafe(self._release, sequence)
-
-    def _release(self, sequence: int) -> None:
         self._released_through = max(self._released_through, sequence)
-        # An answer that waits its turn says it too; at durability written and synced the answer itself is enough.
-        if self._durability == "memory" and self._pending.empty():
-            self._pending.put_nowait(_RELEASED)
+        # At durability written and synced the answer itself is enough.
+        if self._durability == "memory":
+            self._wake()
 
-    async def _answer(
-        self, sequence: int, arrived: float, outcome: asyncio.Future[AppendResult] | TraceStoreError
-    ) -> Any:
+    def _wake(self, future: Future[AppendResult] | None = None) -> None:
+        """Any thread: look for answers that are due. What is done before the flag is looked at is seen by the look that
+        it stands for, so one call into the loop serves all that comes before it runs."""
+        del future
+        if not self._waking:
+            self._waking = True
+            with suppress(RuntimeError):  # the loop is closed: nobody waits for an answer
+                self._loop.call_soon_threadsafe(self._woken)
+
+    def _woken(self) -> None:
+        self._waking = False
+        self._progress.set()
+
+    def _due(self) -> list[Any]:
+        """Answers of all requests at the front that are done, in one message where the client takes that."""
+        answers: list[Any] = []
+        pending, counts = self._pending, [0, 0]
+        while pending and pending[0].done:
+            answers.append(self._answer(pending.popleft(), counts))
+        released = self._released_through
+        if answers:
+            self._metrics.append_records.labels("stored").inc(counts[0])
+            self._metrics.append_records.labels("duplicate").inc(counts[1])
+            self._room.set()
+        elif self._durability == "memory" and released > self._released_told:
+            answers.append(service_pb2.AppendResponse())
+        if not answers:
+            return answers
+        answers[-1].released_through = self._released_told = released
+        if self._batched and len(answers) > 1:
+            answers[0].further.extend(answers[1:])
+            return answers[:1]
+        return answers
+
+    def _answer(self, pending: _Pending, counts: list[int]) -> Any:
+        outcome = pending.outcome
         try:
             if isinstance(outcome, TraceStoreError):
                 raise outcome
-            result = await outcome
+            result = outcome.result()
         except TraceStoreError as error:
             self._metrics.errors.labels(public_class(error).__name__).inc()
-            return service_pb2.AppendResponse(sequence=sequence, error=wire.error_to_wire(error, self._table))
-        self._metrics.append_seconds.labels(self._durability).observe(time.perf_counter() - arrived)
-        self._metrics.append_records.labels("stored").inc(result.stored)
-        self._metrics.append_records.labels("duplicate").inc(result.duplicates)
-        return service_pb2.AppendResponse(sequence=sequence, stored=result.stored, duplicates=result.duplicates)
+            return service_pb2.AppendResponse(sequence=pending.sequence, error=wire.error_to_wire(error, self._table))
+        self._metrics.append_seconds.labels(self._durability).observe(time.perf_counter() - pending.arrived)
+        counts[0] += result.stored
+        counts[1] += result.duplicates
+        return service_pb2.AppendResponse(sequence=pending.sequence, stored=result.stored, duplicates=result.duplicates)
+
+
+class _OutOfOrder(InvalidRequest):
+    """The stream cannot go on: which request is which is lost."""
+
+
+def _check_sequence(header: Any, expected: int) -> None:
+    if header.sequence != expected or header.HasField("open"):
+        raise _OutOfOrder(
+            f"append messages are numbered from 1 on, sequence={header.sequence} expected={expected}",
+            argument="sequence",
+        )
 
 
 def _stopping() -> Unavailable:

@@ -347,3 +347,18 @@ class TestServerGone:
                 append_for_ever()
             assert writer.sent_bytes - sent <= 32 << 20
             server.resume()
+
+
+def test_short_messages_that_wait_go_together_where_the_server_takes_that() -> None:
+    for batched, expected in ((False, [b"a", b"b", b"c"]), (True, [b"abc"])):
+        requests = stream_module._Requests()
+        requests.batched = batched
+        for message in (b"a", b"b", b"c", None):
+            requests.put(message)
+        assert list(requests) == expected
+    requests = stream_module._Requests()
+    requests.batched = True
+    long = bytes(stream_module.BATCH_BYTES_MAX)
+    for message in (b"a", b"b", long, b"c", None):
+        requests.put(message)
+    assert list(requests) == [b"ab", long, b"c"]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trace_store.errors import InvalidRequest
-from trace_store.frame import decode, encode
+from trace_store.frame import decode, decode_all, encode
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 
@@ -47,3 +47,18 @@ def test_an_empty_payload_may_be_left_out() -> None:
 def test_anything_else_is_refused(message: bytes) -> None:
     with pytest.raises(InvalidRequest, match="malformed frame"):
         decode(message)
+
+
+def test_frames_that_lie_one_after_another_come_apart() -> None:
+    frames = [(b"a", b"xyz"), (b"", b""), (b"b" * 300, b"\x0a" * 200)]
+    message = b"".join(encode(header, [payload]) for header, payload in frames) + b"\x0a\x01h"
+    assert [(header, bytes(payload)) for header, payload in decode_all(message)] == [*frames, (b"h", b"")]
+    assert decode_all(b"\x0a\x01a\x0a\x01b") == [(b"a", b""), (b"b", b"")], "payloads left out"
+
+
+@pytest.mark.parametrize(
+    "message", [b"", b"\x0a\x01h\x7a\x05abc", b"\x0a\x01h\x7a\x01ab", b"\x0a\x01h\x0a", b"\x0a\x01h\x0a\x05ab"]
+)
+def test_what_is_not_all_frames_is_refused(message: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="malformed frame"):
+        decode_all(message)

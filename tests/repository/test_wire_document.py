@@ -35,7 +35,7 @@ def test_the_example_is_what_a_client_sends() -> None:
 
 
 def test_the_example_is_what_a_server_takes() -> None:
-    header, payload = wire.parse_append(example())
+    ((header, payload),) = wire.parse_append(example())
     chunk = wire.chunk_from_wire(header, payload, (SITE,))
     check_chunk(chunk, "run", "step-1", (SITE,))
     assert (bytes(chunk.codes), bytes(chunk.scales), bytes(chunk.tensor_scales)) == (CODES, SCALES, TENSOR)

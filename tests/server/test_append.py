@@ -35,8 +35,8 @@ class RawStream:
     def answer(self) -> Any:
         return service_pb2.AppendResponse.FromString(next(self.call))
 
-    def open(self, run: str, partition: str = "p", durability: int = 3) -> RawStream:
-        opening = service_pb2.AppendOpen(run=run, partition=partition, durability=durability)  # type: ignore[arg-type]
+    def open(self, run: str, partition: str = "p", durability: int = 3, batched: bool = False) -> RawStream:
+        opening = service_pb2.AppendOpen(run=run, partition=partition, durability=durability, batched=batched)  # type: ignore[arg-type]
         self.send(message(service_pb2.AppendHeader(open=opening)))
         return self
 
@@ -166,6 +166,36 @@ def test_overlaps_are_duplicates_conflicts_or_cut(stream: RawStream, run: str) -
     assert refused.error.type == "InvalidRequest"
     assert stream.append(*as_lists(group(run, attempt=1))).stored == 1
     assert stream.append(*as_lists(group(run, start=T, stop=2 * T))).error.type == "StaleAttempt"
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_requests_in_one_message_are_answered_one_by_one(server: Any, run: str, batched: bool) -> None:
+    """Each request stands for itself; a client that did not ask for it gets no answer inside another."""
+    stream = RawStream(server.address).open(run, batched=batched)
+    assert stream.answer().batched
+    made = [group(run, trajectory="good"), group(run, trajectory="bad", checksums=[1]), group(run, trajectory="other")]
+    stream.send(
+        b"".join(
+            message(service_pb2.AppendHeader(sequence=sequence, groups=[header]), payload)
+            for sequence, (header, payload) in enumerate(made, 1)
+        )
+    )
+    answers: list[Any] = []
+    while len(answers) < 3:
+        answer = stream.answer()
+        assert batched or not answer.further
+        answers += [answer, *answer.further]
+    stream.close()
+    assert [(a.sequence, a.stored, a.error.type) for a in answers] == [(1, 1, ""), (2, 0, "DataLoss"), (3, 1, "")]
+
+
+def test_an_opening_stands_alone(server: Any, run: str) -> None:
+    stream = RawStream(server.address)
+    made, payload = group(run)
+    stream.send(opening(run, "p", 3) + message(service_pb2.AppendHeader(sequence=1, groups=[made]), payload))
+    with pytest.raises(grpc.RpcError, match="opens it and holds no records"):
+        stream.answer()
+    stream.close()
 
 
 @pytest.mark.parametrize(

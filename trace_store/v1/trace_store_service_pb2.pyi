@@ -55,14 +55,16 @@ class DescribeRunResponse(_message.Message):
     def __init__(self, sites: _Optional[_Iterable[_Union[_record_pb2.Site, _Mapping]]] = ...) -> None: ...
 
 class AppendOpen(_message.Message):
-    __slots__ = ("run", "partition", "durability")
+    __slots__ = ("run", "partition", "durability", "batched")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     DURABILITY_FIELD_NUMBER: _ClassVar[int]
+    BATCHED_FIELD_NUMBER: _ClassVar[int]
     run: str
     partition: str
     durability: _record_pb2.Durability
-    def __init__(self, run: _Optional[str] = ..., partition: _Optional[str] = ..., durability: _Optional[_Union[_record_pb2.Durability, str]] = ...) -> None: ...
+    batched: bool
+    def __init__(self, run: _Optional[str] = ..., partition: _Optional[str] = ..., durability: _Optional[_Union[_record_pb2.Durability, str]] = ..., batched: bool = ...) -> None: ...
 
 class RecordGroup(_message.Message):
     __slots__ = ("trajectory", "attempt", "policy_version", "start", "stop", "sites", "scale_per_token", "checksums")
@@ -115,20 +117,24 @@ class AppendRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[AppendHeader, _Mapping]] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class AppendResponse(_message.Message):
-    __slots__ = ("sequence", "stored", "duplicates", "error", "credit_bytes", "released_through")
+    __slots__ = ("sequence", "stored", "duplicates", "error", "credit_bytes", "released_through", "batched", "further")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     STORED_FIELD_NUMBER: _ClassVar[int]
     DUPLICATES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     RELEASED_THROUGH_FIELD_NUMBER: _ClassVar[int]
+    BATCHED_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     stored: int
     duplicates: int
     error: _record_pb2.ErrorDetail
     credit_bytes: int
     released_through: int
-    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[int] = ..., duplicates: _Optional[int] = ..., error: _Optional[_Union[_record_pb2.ErrorDetail, _Mapping]] = ..., credit_bytes: _Optional[int] = ..., released_through: _Optional[int] = ...) -> None: ...
+    batched: bool
+    further: _containers.RepeatedCompositeFieldContainer[AppendResponse]
+    def __init__(self, sequence: _Optional[int] = ..., stored: _Optional[int] = ..., duplicates: _Optional[int] = ..., error: _Optional[_Union[_record_pb2.ErrorDetail, _Mapping]] = ..., credit_bytes: _Optional[int] = ..., released_through: _Optional[int] = ..., batched: bool = ..., further: _Optional[_Iterable[_Union[AppendResponse, _Mapping]]] = ...) -> None: ...
 
 class SealRequest(_message.Message):
     __slots__ = ("run", "partition", "trajectory", "attempt", "tokens", "prompt_tokens", "allow_holes")
