@@ -1,17 +1,19 @@
 """``trace-store verify DIRECTORY|s3://bucket/prefix``: read everything that is stored and name what is damaged.
 
 Every byte of every segment is read and every record's checksum computed; then the rows that were found are compared
-with the segment's own index, so that a record whose bytes cannot even be found is named too. A directory may be in use
-meanwhile: what a server writes or deletes during the check counts as neither.
+with the segment's own index, so that a record whose bytes cannot even be found is named too, and the rows of every
+sealed attempt are counted, so that a segment that is gone is missed. What cannot be read is one finding, and the check
+goes on. A directory may be in use meanwhile: what a server writes or deletes during the check counts as neither.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from itertools import groupby
 
 import numpy as np
 from rich.console import Console
@@ -21,11 +23,13 @@ from rich.table import Table
 from trace_store.checksum import RowKind
 from trace_store.errors import FormatError, InvalidRequest
 from trace_store.naming import directory_name
+from trace_store.places import StoredFile, StoredPlace, open_place
 from trace_store.record import Site
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.reader import open_content
 from trace_store.segment.scan import Scan, scan_content
-from trace_store.segment.schema import OPEN_SUFFIX, SEALED_SUFFIX, SegmentHeader, UnknownVersion
+from trace_store.segment.schema import OPEN_SUFFIX, SegmentHeader, UnknownVersion
+from trace_store.tally import Tally
 
 HELP = "check every record of a data directory or bucket; exit status 1 when something is damaged"
 
@@ -59,15 +63,6 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class StoredFile:
-    """A file or object: path below ``runs``, bytes, and how to read it (None: it is gone)."""
-
-    path: str
-    size: int
-    read: Callable[[], bytearray | None]
-
-
 def command(argv: list[str]) -> int:
     """Check and print; 0 when all is well."""
     parser = argparse.ArgumentParser(prog="trace-store verify", description=HELP)
@@ -75,13 +70,19 @@ def command(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args(argv)
     report = Report()
-    files = find_files(arguments.place, report)
+    place = open_place(arguments.place)
+    files = find_files(place, report)
+    if not files:
+        raise InvalidRequest(f"nothing is stored there, place={arguments.place}", argument="place")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("verify", total=sum(file.size for file in files))
-        for file in files:
-            check_file(file, report)
-            progress.advance(task, file.size)
+        for directory, group in groupby(files, key=lambda file: file.path.rpartition("/")[0]):
+            tally = Tally()
+            for file in group:
+                check_file(file, report, tally)
+                progress.advance(task, file.size)
+            _count_rows(directory, place, tally, report)
     if arguments.json:
         print(json.dumps(asdict(report), indent=2))
     else:
@@ -89,31 +90,29 @@ def command(argv: list[str]) -> int:
     return 1 if report.damaged else 0
 
 
-def find_files(place: str, report: Report) -> list[StoredFile]:
-    """Segments and manifests of a place; anything else becomes a note.
-
-    Raises:
-        InvalidRequest: no such directory, or nothing of ours in it.
-        StorageFailed, Unsupported: the object store cannot be used.
-    """
-    files = list(_objects(place) if "://" in place else _directory(Path(place)))
-    known = [file for file in files if file.path.endswith((SEALED_SUFFIX, OPEN_SUFFIX))]
-    if not known:
-        raise InvalidRequest(f"nothing is stored there, place={place}", argument="place")
+def find_files(place: StoredPlace, report: Report) -> list[StoredFile]:
+    """Segments and manifests of a place; anything else becomes a note."""
+    files = place.files("")
+    known = [file for file in files if file.is_segment or file.problem.startswith("cannot")]
     report.notes.extend(f"no segment, file={file.path}" for file in files if file not in known)
     return known
 
 
-def check_file(file: StoredFile, report: Report) -> None:
-    """Check one segment or manifest."""
-    content = file.read()
+def check_file(file: StoredFile, report: Report, tally: Tally) -> None:
+    """Check one segment or manifest, and enter its rows for counting."""
+    name = file.path
+    content = None
+    try:
+        content = file.read()
+    except OSError as error:
+        report.damaged.append(Finding(name, f"cannot be read: {error.strerror or error}"))
+    if file.problem:
+        report.damaged.append(Finding(name, file.problem))
     if content is None:
         return
     report.segments += 1
     report.bytes += len(content)
-    name = file.path
-    is_open = name.endswith(OPEN_SUFFIX)
-    report.unfinished += is_open
+    report.unfinished += name.endswith(OPEN_SUFFIX)
     try:
         scan = scan_content(content, name, [])
     except UnknownVersion as error:
@@ -122,23 +121,80 @@ def check_file(file: StoredFile, report: Report) -> None:
     except FormatError as error:
         report.damaged.append(Finding(name, str(error)))
         return
-    report.records += scan.index.records
+    index = _check_rows(name, content, scan, report)
     header = scan.header
     if not _belongs(name, header):
         report.damaged.append(Finding(name, "it belongs elsewhere", header.run, header.partition))
-    if is_open:
+    elif header.partition and not tally.add(name, header, index):
+        what = "its site table is another one than that of the segments before it"
+        report.damaged.append(Finding(name, what, header.run, header.partition))
+
+
+def _check_rows(name: str, content: bytearray, scan: Scan, report: Report) -> SegmentIndex:
+    """Report what is damaged within a segment; the rows that it has or says that it had."""
+    report.records += scan.index.records
+    header = scan.header
+    if name.endswith(OPEN_SUFFIX):
         report.damaged.extend(_damage(name, scan, scan.damage))
-        return
+        return scan.index
     try:
         index = open_content(content, name)[1]
     except FormatError as error:
         report.damaged.append(Finding(name, str(error), header.run, header.partition))
         report.damaged.extend(_damage(name, scan, scan.damage))
-        return
+        return scan.index
     lost = list(_lost_rows(name, scan, index))
     report.damaged.extend(lost or _damage(name, scan, scan.damage))
     if scan.torn_bytes and not lost:
         report.damaged.append(Finding(name, f"unreadable bytes={scan.torn_bytes}", header.run, header.partition))
+    return index
+
+
+def _count_rows(directory: str, place: StoredPlace, tally: Tally, report: Report) -> None:
+    """Report sealed attempts of a partition that lack rows which no damaged record explains."""
+    short = list(tally.shortages())
+    if short:
+        # Segments may have been added or released since the listing: what is short is looked at once more.
+        again = set(_count_again(place.files(directory)).shortages())
+        short = [item for item in short if item in again]
+    if short and place.partial:
+        report.notes.append(
+            f"sealed attempts have rows that are not in this directory, attempts={len(short)} path={directory};"
+            " it is a cache of a bucket: check that"
+        )
+        return
+    report.damaged.extend(
+        Finding(
+            directory,
+            f"rows are missing: {item.missing} of {item.sealed} that were sealed",
+            item.run,
+            item.partition,
+            item.trajectory,
+            item.attempt,
+        )
+        for item in short
+    )
+
+
+def _count_again(files: Sequence[StoredFile]) -> Tally:
+    """A tally by the indexes alone; what cannot be opened counts as gone, as it did before."""
+    tally = Tally()
+    for file in files:
+        with contextlib.suppress(FormatError, OSError):
+            content = file.read() if file.is_segment and not file.problem else None
+            if content is not None:
+                header, index = _open_or_scan(file.path, content)
+                if _belongs(file.path, header):
+                    tally.add(file.path, header, index)
+    return tally
+
+
+def _open_or_scan(name: str, content: bytearray) -> tuple[SegmentHeader, SegmentIndex]:
+    if not name.endswith(OPEN_SUFFIX):
+        with contextlib.suppress(FormatError):
+            return open_content(content, name)
+    scan = scan_content(content, name, [])
+    return scan.header, scan.index
 
 
 def _lost_rows(name: str, scan: Scan, index: SegmentIndex) -> Iterator[Finding]:
@@ -174,10 +230,9 @@ def _keys(index: SegmentIndex) -> np.ndarray:
 
 def _finding(name: str, header: SegmentHeader, index: SegmentIndex, position: int, what: str) -> Finding:
     row = index.rows[position]
-    kind = RowKind(int(row["kind"]))
     return Finding(
         segment=name,
-        what=f"{kind.name.lower()} {what}",
+        what=f"{_kind_name(int(row['kind']))} {what}",
         run=header.run,
         partition=header.partition,
         trajectory=index.trajectories[int(row["trajectory"])],
@@ -186,6 +241,10 @@ def _finding(name: str, header: SegmentHeader, index: SegmentIndex, position: in
         start=int(row["start"]),
         stop=int(row["stop"]),
     )
+
+
+def _kind_name(kind: int) -> str:
+    return RowKind(kind).name.lower() if kind in list(RowKind) else f"row of kind {kind}"
 
 
 def _site_name(sites: Sequence[Site], number: int) -> str:
@@ -200,42 +259,6 @@ def _belongs(path: str, header: SegmentHeader) -> bool:
     parts = path.split("/")
     expected = [directory_name(header.run)] + ([directory_name(header.partition)] if header.partition else [])
     return parts[:-1] == expected
-
-
-def _directory(root: Path) -> Iterator[StoredFile]:
-    runs = root / "runs"
-    if not runs.is_dir():
-        raise InvalidRequest(f"no data directory of trace-store, path={root}", argument="place")
-    for path in sorted(runs.rglob("*")):
-        if path.is_file() and not any(part.startswith(".released-") for part in path.relative_to(runs).parts):
-            yield StoredFile(path.relative_to(runs).as_posix(), path.stat().st_size, lambda path=path: _read(path))  # type: ignore[misc]
-
-
-def _read(path: Path) -> bytearray | None:
-    """The file's bytes; under its new name if it was sealed meanwhile, None if it was released."""
-    for candidate in (path, path.with_suffix(SEALED_SUFFIX)):
-        try:
-            return bytearray(candidate.read_bytes())
-        except FileNotFoundError:
-            continue
-    return None
-
-
-def _objects(url: str) -> Iterator[StoredFile]:
-    from trace_store.storage.base import SegmentGone
-    from trace_store.storage.s3 import ObjectStore
-
-    store = ObjectStore(url)
-
-    def read(key: str, size: int) -> bytearray | None:
-        try:
-            return bytearray(store.read(key, 0, size))
-        except SegmentGone:
-            return None
-
-    for info in sorted(store.listing("runs"), key=lambda info: info.key):
-        path = info.key.removeprefix("runs/")
-        yield StoredFile(path, info.size, lambda info=info: read(info.key, info.size))  # type: ignore[misc]
 
 
 def _print(report: Report) -> None:

@@ -10,9 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from trace_store import Site
 from trace_store.checksum import RowKind
 from trace_store.errors import InvalidRequest
+from trace_store.places import StoredPlace, open_place
 from trace_store.segment.reader import open_sealed
+from trace_store.segment.schema import SegmentHeader
+from trace_store.segment.writer import SegmentWriter
+from trace_store.testing.records import make_chunk
 from trace_store.verify import command
 
 TRAJECTORIES, TOKENS = 3, 12
@@ -131,3 +136,109 @@ def test_a_place_without_anything_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     with pytest.raises(InvalidRequest, match="nothing is stored"):
         command([str(tmp_path)])
+
+
+@pytest.fixture
+def two_segments(store: Any) -> tuple[Path, list[Path]]:
+    """A closed data directory; trajectory t has half of its rows in each of two segments and its seal in the second."""
+    store.append("t", 0, TOKENS)
+    store.append("other", 0, TOKENS, partition="step-2")
+    store.engine.roll().result(30)
+    store.append("t", TOKENS, 2 * TOKENS)
+    store.seal("t", 2 * TOKENS + 1)
+    store.engine.close()
+    return store.root, sorted(store.root.glob("runs/*/step-1-*/*.arrow"))
+
+
+def test_a_deleted_segment_of_a_sealed_trajectory_is_missed(
+    two_segments: tuple[Path, list[Path]], store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, paths = two_segments
+    assert verify(capsys, directory)[0] == 0
+    paths[0].unlink()
+    status, report = verify(capsys, directory)
+    (finding,) = report["damaged"]
+    rows = TOKENS * len(store.table)
+    assert (status, finding["trajectory"], finding["attempt"], finding["partition"]) == (1, "t", 0, "step-1")
+    assert finding["what"] == f"rows are missing: {rows} of {2 * rows} that were sealed"
+    (directory / "bucket").write_text("the directory is a cache, so segments may be in the bucket alone")
+    status, report = verify(capsys, directory)
+    assert (status, report["damaged"]) == (0, [])
+    assert "attempts=1" in report["notes"][0]
+
+
+def test_what_a_server_writes_during_the_check_is_not_missed(
+    two_segments: tuple[Path, list[Path]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, paths = two_segments
+
+    def too_early(place: str) -> StoredPlace:
+        whole = open_place(place)
+        return StoredPlace(
+            lambda below: [file for file in whole.files(below) if below or not file.path.endswith(paths[0].name)]
+        )
+
+    monkeypatch.setattr("trace_store.verify.open_place", too_early)
+    assert verify(capsys, directory)[0] == 0
+
+
+def test_rows_that_a_release_took_or_that_were_stored_again_are_not_missed(
+    store: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("kept", "gone"):
+        store.append(name, 0, TOKENS)
+        store.seal(name, TOKENS + 1)
+    store.engine.release("run", "step-1", ["gone"]).result(30)
+    store.reopen()
+    (path,) = store.segments()
+    content = bytearray(path.read_bytes())
+    content[content.index(bytes(store.chunk("kept", 0, TOKENS, sites=[0]).codes))] ^= 1
+    path.write_bytes(content)
+    assert store.append("kept", 0, TOKENS).stored == 1
+    store.engine.close()
+    _, report = verify(capsys, store.root)
+    assert [(item["trajectory"], item["what"]) for item in report["damaged"]] == [("kept", "record damaged")]
+
+
+def test_links_and_directories_under_the_name_of_a_segment_are_reported(
+    directory: Path, segment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = segment.rename(tmp_path / "elsewhere.arrow")
+    segment.symlink_to(moved)
+    (segment.parent / "0000000007-x.open").mkdir()
+    (segment.parent / "0000000008-x.arrow").symlink_to(tmp_path / "nothing")
+    (segment.parent / "notes").symlink_to(moved)
+    status, report = verify(capsys, directory)
+    assert status == 1
+    assert [(Path(item["segment"]).name, item["what"].split(" under")[0]) for item in report["damaged"]] == [
+        (segment.name, "a symbolic link"),
+        ("0000000007-x.open", "a directory"),
+        ("0000000008-x.arrow", "a symbolic link"),
+    ]
+    assert [note.rpartition("/")[2] for note in report["notes"]] == ["notes"]
+
+
+def test_a_partition_on_another_disk_by_a_link_is_checked(
+    directory: Path, segment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    segment.parent.rename(tmp_path / "other-disk")
+    segment.parent.symlink_to(tmp_path / "other-disk")
+    for _ in flipped(segment, segment.read_bytes().index(b"t1") + 40):
+        status, report = verify(capsys, directory)
+        assert (status, report["segments"]) == (1, 2)
+    assert verify(capsys, directory)[0] == 0
+
+
+def test_a_segment_of_another_site_table_is_named(store: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    store.append("t", 0, TOKENS)
+    store.engine.close()
+    place = store.segments()[0].parent
+    other = (Site(0, "k", 128),)
+    writer = SegmentWriter(place, "0000000009-other", SegmentHeader("run", "step-1", other, "test", 9))
+    writer.append_chunk(make_chunk("run", "step-1", other, "u", 0, 4))
+    writer.seal()
+    writer.close()
+    status, report = verify(capsys, store.root)
+    assert status == 1
+    assert [Path(item["segment"]).name for item in report["damaged"]] == ["0000000009-other.arrow"]
+    assert "site table" in report["damaged"][0]["what"]

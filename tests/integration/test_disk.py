@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import subprocess
@@ -193,6 +194,33 @@ def test_injected_errors_break_no_promise_and_need_no_hand(tmp_path: Path, strac
         append(engine, "after", 0, 4)
     finally:
         engine.close()
+
+
+def test_verify_names_what_the_disk_cannot_read_and_goes_on(tmp_path: Path, tools: Any) -> None:
+    tools("strace")
+    root = tmp_path / "data"
+    engine = Engine(root)
+    engine.register(RUN, TABLE)
+    for partition in ("p", "q", "r"):
+        append(engine, "t", 0, 8, partition)
+    engine.close()
+    (unreadable,) = root.glob("runs/*/p-*/*.arrow")
+    (unlisted,) = root.glob("runs/*/q-*")
+    command = ["strace", "-f", "-qq", "-o", "/dev/null", "-P", str(unreadable), "-P", str(unlisted)]
+    command += ["-e", "inject=read:error=EIO", "-e", "inject=getdents64:error=EIO"]
+    command += [
+        sys.executable,
+        "-c",
+        "import sys; from trace_store.verify import command; sys.exit(command(sys.argv[1:]))",
+    ]
+    result = subprocess.run([*command, str(root), "--json"], capture_output=True, text=True, timeout=60)
+    report = json.loads(result.stdout)
+    assert result.returncode == 1, result.stderr
+    assert {(item["segment"], item["what"].lower()) for item in report["damaged"]} == {
+        (unreadable.relative_to(root / "runs").as_posix(), "cannot be read: input/output error"),
+        (unlisted.relative_to(root / "runs").as_posix(), "cannot be listed: input/output error"),
+    }
+    assert report["segments"] == 2  # the manifest and the third partition
 
 
 EMFILE = """
