@@ -12,6 +12,7 @@ import pytest
 from trace_store import shard
 from trace_store.engine import Engine
 from trace_store.planner import MissingReason
+from trace_store.segment.reader import open_sealed
 from trace_store.segment.writer import SegmentWriter
 
 
@@ -141,3 +142,21 @@ def test_a_failing_callback_or_an_unexpected_error_does_not_stop_the_writer(
     assert len(store.segments()) == 1
     assert store.check("t", 0, 2, include_open=True) == []
     assert store.reasons("t", 0, 2) == {MissingReason.NOT_SEALED}
+
+
+def test_scales_are_compressed_only_while_nothing_else_waits(store: Any) -> None:
+    gate, entered = threading.Event(), threading.Event()
+
+    def block() -> None:
+        entered.set()
+        assert gate.wait(30)
+
+    store.engine.append("run", "step-1", store.chunk("t", 0, 256), "memory", block)
+    assert entered.wait(30)
+    store.engine.append("run", "step-1", store.chunk("t", 256, 512), "memory")
+    store.engine.append("run", "step-1", store.chunk("t", 512, 768), "memory")
+    gate.set()
+    store.engine.close()
+    _, index = open_sealed(store.segments(".arrow")[0])
+    compressed = {int(row["start"]): bool(row["scales_encoding"]) for row in index.rows}
+    assert compressed == {0: True, 256: False, 512: True}
