@@ -17,7 +17,16 @@ import pytest
 
 TESTS = Path(__file__).parents[1]
 
+TEST_TIMEOUT_S = 4 * 3600
+"""Each of these tests runs for up to an hour on two busy cores; the 120 s of the others would end it."""
+
 collect_ignore_glob = [] if os.environ.get("TRACE_STORE_TORTURE") else ["test_*.py"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
 
 
 def load(path: str) -> ModuleType:
