@@ -8,6 +8,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from trace_server.storage_metrics import disk_state_gauge, storage_counters, tier_gauges
+from trace_server.usage import LastUsage
 from trace_store import errors
 from trace_store.engine import Engine
 from trace_store.planner import MissingReason
@@ -71,16 +72,18 @@ USAGE_FAILED_TEXT = (
     "1 while the data disk cannot be asked how full it is; the other gauges of the engine are then absent"
 )
 
+USAGE_AGE_TEXT = "How old the gauges of the engine are: 0, or more while catalog or disk do not answer at once"
+
 
 class _EngineCollector(Collector):
     """Gauges that are read off the engine at scrape time."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._usage = LastUsage(engine)
 
     def collect(self) -> list[Metric]:
         try:
-            usage = self._engine.usage()
+            usage, age = self._usage.get()
         except OSError:
             # The disk cannot even be asked for its free space. The other instruments are more needed than ever.
             return [_gauge("usage_failed", USAGE_FAILED_TEXT, 1)]
@@ -98,6 +101,7 @@ class _EngineCollector(Collector):
         )
         return [
             _gauge("usage_failed", USAGE_FAILED_TEXT, 0),
+            _gauge("usage_age_seconds", USAGE_AGE_TEXT, age),
             *(_gauge(*gauge) for gauge in gauges),
             *storage_counters(usage),
             disk_state_gauge(usage.disk_state),

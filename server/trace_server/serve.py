@@ -6,6 +6,7 @@ Every option can also be given as an environment variable TRACE_STORE_<OPTION>, 
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -100,6 +101,8 @@ def command(argv: list[str]) -> int:
         listen = _listen(arguments)
         limits, objects = limits_of(arguments), object_store_of(arguments)
         engine = Engine(Path(arguments.data), arguments.name, limits=limits, objects=objects)
+        # The catalog stays: a full collection looked at it for 0.4 s a million objects, with the GIL held.
+        gc.freeze()
         try:
             uvloop.run(serve(engine, listen, lambda server: _announce(server, listen, arguments.ready_file)))
         finally:

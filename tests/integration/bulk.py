@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+import trace_client
 from trace_server.app import Listen, Server
 from trace_store import Site, wire
 from trace_store.engine import Engine
@@ -117,3 +118,79 @@ def metric(address: str, name: str) -> float:
     """Value of one series without labels."""
     text = urllib.request.urlopen(f"http://{address}/metrics", timeout=10).read().decode()
     return next(float(line.split()[1]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
+class Resident:
+    """Samples a process's resident memory until it is left. Arena pages would count, so measure with arena off."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid, self._done = pid, threading.Event()
+        self.first = self.peak = self._now()
+        self._thread = threading.Thread(target=self._sample)
+
+    def _now(self) -> int:
+        return int(Path(f"/proc/{self._pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.02):
+            self.peak = max(self.peak, self._now())
+
+    def __enter__(self) -> Resident:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    @property
+    def growth(self) -> int:
+        return self.peak - self.first
+
+
+BACKLOG_GROWTH_MAX = 256 * MIB
+"""What a server may take for one writer and one reader: 64 MiB queue, 32 MiB credit and as much again on its way
+through gRPC, 3 frames of a read and what gRPC holds of it, and 64 MiB by which the allocator grows ahead."""
+
+
+def backlog_behind_a_slow_reader(server: Any, backlog_bytes: int, pause_s: float, turns: int) -> Resident:
+    """Write a backlog while a reader takes a message each ``pause_s``, then read all of it at that pace for ``turns``
+    messages; the server's resident memory meanwhile."""
+    options = [("grpc.max_receive_message_length", 17 * MIB)]
+    spans = [(f"t{number}", 0, 2000) for number in range(-(-backlog_bytes // (2000 * 4608)))]
+    parts = [wide_rows(400, seed) for seed in range(5)]
+    with trace_client.connect(server.address, arena="off") as client:
+        client.register("backlog", [WIDE])
+        writer = client.writer("backlog", "p", "memory")
+
+        def write(name: str) -> None:
+            for place, rows in enumerate(parts):
+                writer.append(name, 400 * place, rows)
+            writer.seal(name, tokens=2001, prompt_tokens=0)
+
+        with Resident(server.pid) as resident, grpc.insecure_channel(server.address, options) as channel:
+            for name, _, _ in spans[:10]:
+                write(name)
+            call, written = open_read(channel, "backlog", spans[:10]), threading.Event()
+
+            def read() -> None:
+                while not written.wait(pause_s):
+                    next(call, None)
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            for name, _, _ in spans[10:]:
+                write(name)
+            writer.close()
+            written.set()
+            reader.join()
+            call.cancel()
+            call = open_read(channel, "backlog", spans)
+            for _ in range(turns):
+                assert wire.parse_read(next(call))[1].nbytes
+                time.sleep(pause_s)
+            call.cancel()
+        batch = client.reader("backlog", "p").read([(name, start, stop) for name, start, stop in spans[-1:]])
+        assert (batch.planes[WIDE][:400] == parts[0][WIDE][0]).all()
+        client.release("backlog", "p")
+    return resident

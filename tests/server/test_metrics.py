@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -113,6 +114,30 @@ def test_a_disk_that_cannot_be_asked_does_not_silence_the_rest(tmp_path: Path, m
     text = generate_latest(metrics.registry).decode()
     assert "trace_store_usage_failed 1.0" in text
     assert "trace_store_seals_total 1.0" in text
+    engine.close()
+
+
+def test_a_disk_that_hangs_does_not_hold_up_a_scrape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tmp_path)
+    metrics = Metrics(engine)
+    usage, gate = engine.usage, threading.Event()
+    generate_latest(metrics.registry)
+
+    def hanging() -> object:
+        assert gate.wait(30)
+        return usage()
+
+    monkeypatch.setattr(engine, "usage", hanging)
+    metrics.seals.inc()
+    text = generate_latest(metrics.registry).decode()
+    assert "trace_store_seals_total 1.0" in text
+    assert "trace_store_records 0.0" in text
+    assert "trace_store_usage_failed 0.0" in text
+    assert float(text.split("trace_store_usage_age_seconds ")[-1].split()[0]) > 0
+    gate.set()
+    deadline = time.monotonic() + 20
+    while "trace_store_usage_age_seconds 0.0" not in generate_latest(metrics.registry).decode():
+        assert time.monotonic() < deadline
     engine.close()
 
 

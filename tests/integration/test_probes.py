@@ -1,0 +1,122 @@
+"""Health and metrics while bulk appends and reads run: every probe is answered in time.
+
+On a machine whose cores all work, a process that does nothing but answer waits for its turn too. So a server beside
+ours that holds nothing is probed as well, and the bound is for what ours takes longer than that one.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+PROBE_S = 0.1
+LOAD_S = 8.0
+
+IDLE_SERVER = """
+import asyncio, grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+async def main():
+    server, servicer = grpc.aio.server(), health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    print(f"127.0.0.1:{port}", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+LOAD = """
+import sys, numpy as np, trace_client
+from trace_store import Site
+SITES = [Site(layer, "moe_in", 2048) for layer in range(20)]
+random = np.random.default_rng(0)
+rows = {s: (random.integers(0, 256, (128, 1, 256), np.uint8), random.integers(0, 127, (128, 128), np.uint8), 1.0)
+        for s in SITES}
+with trace_client.connect(sys.argv[1], arena=sys.argv[2]) as client:
+    client.register("load", SITES)
+    reader, turn, spans = None, 0, []
+    while True:
+        partition = f"p{turn}"
+        with client.writer("load", partition, "written") as writer:
+            for number in range(32):
+                for start in range(0, 512, 128):
+                    writer.append(f"t{number}", start, rows)
+                writer.seal(f"t{number}", tokens=513, prompt_tokens=0)
+                if spans:
+                    reader.read(spans)
+        spans = [(f"t{n}", 64 * k, 64 * k + 64, 512 * n + 64 * k) for n in range(8) for k in range(8)]
+        reader = client.reader("load", partition)
+        if turn:
+            client.release("load", f"p{turn - 1}")
+        else:
+            print("going", flush=True)
+        turn += 1
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., str]]:
+    """Runs a program in a process of its own; the first line that it prints."""
+    running: list[subprocess.Popen[str]] = []
+
+    def run(program: str, *arguments: str) -> str:
+        command = [sys.executable, "-c", program, *arguments]
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        assert running[-1].stdout is not None
+        return running[-1].stdout.readline().strip()
+
+    yield run
+    for process in running:
+        assert process.poll() is None, "it ended too early"
+        process.kill()
+        process.wait()
+
+
+def timed(probe: Callable[[], Any], pause_s: float, into: list[float]) -> Callable[[], None]:
+    def run() -> None:
+        end = time.monotonic() + LOAD_S
+        while (started := time.monotonic()) < end:
+            probe()
+            into.append(time.monotonic() - started)
+            time.sleep(pause_s)
+
+    return run
+
+
+@pytest.mark.parametrize("arena", ["required", "off"])
+def test_every_probe_is_answered_in_time_while_bulk_runs(
+    new_server: Any, start: Callable[..., str], arena: str
+) -> None:
+    server = new_server().start()
+    idle = start(IDLE_SERVER)
+    assert start(LOAD, server.address, arena) == "going"
+    took: dict[str, list[float]] = {"idle": [], "grpc": [], "metrics": [], "health": []}
+    with grpc.insecure_channel(server.address) as channel, grpc.insecure_channel(idle) as beside:
+        probes = []
+        for name, opened in (("grpc", channel), ("idle", beside)):
+            stub, request = health_pb2_grpc.HealthStub(opened), health_pb2.HealthCheckRequest()
+            probes.append(timed(lambda stub=stub, request=request: stub.Check(request, timeout=5), 0.02, took[name]))
+        for name in ("metrics", "health"):
+            url = f"http://{server.metrics}/{name}"
+            probes.append(timed(lambda url=url: urllib.request.urlopen(url, timeout=5).read(), 0.05, took[name]))
+        threads = [threading.Thread(target=probe) for probe in probes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for name in ("grpc", "metrics", "health"):
+        assert len(took[name]) > 20
+        assert max(took[name]) < PROBE_S + max(took["idle"]), (name, sorted(took[name])[-5:], max(took["idle"]))
+        assert sorted(took[name])[len(took[name]) // 2] < PROBE_S / 2, name
