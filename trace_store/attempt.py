@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from trace_store.intervals import covered
 from trace_store.naming import parse_segment_name
@@ -78,21 +79,27 @@ class Attempt:
     Attributes:
         sealed: None, or (tokens, prompt tokens).
         sealed_rows: token rows over all sites that the attempt held when it was sealed.
+        version: which of the seals of this number it was, the same on every server; 0 while open.
         stop_max: end of the last group.
     """
 
-    __slots__ = ("_columns", "_site_sets", "number", "sealed", "sealed_rows", "stop_max")
+    __slots__ = ("_columns", "_site_sets", "number", "sealed", "sealed_rows", "stop_max", "version")
 
     def __init__(self, number: int, site_sets: list[SiteSet]) -> None:
         self.number = number
         self.sealed: tuple[int, int] | None = None
-        self.sealed_rows = 0
+        self.sealed_rows = self.version = 0
         self.stop_max = 0
         self._columns = array("I")
         self._site_sets = site_sets
 
     def __len__(self) -> int:
         return len(self._columns) // 5
+
+    def seal(self, tokens: int, prompt_tokens: int, rows: int, segment: Segment) -> None:
+        """Close it to new rows; ``segment`` holds the seal."""
+        self.sealed, self.sealed_rows = (tokens, prompt_tokens), rows
+        self.version = xxhash.xxh3_64_intdigest(segment.path.stem.encode()) or 1
 
     def add(self, segment: int, first_row: int, start: int, stop: int, site_set: int) -> None:
         self._columns.extend((segment, first_row, start, stop, site_set))

@@ -60,10 +60,10 @@ class Partition:
         found = entry.find(number) if entry is not None else None
         return found is not None and found.sealed is not None
 
-    def mark_sealed(self, trajectory: str, number: int, tokens: int, prompt_tokens: int, rows: int) -> None:
+    def _seal(self, trajectory: str, event: Event) -> None:
         """Close an attempt to new rows. It becomes visible with ``publish``, once its seal is durable."""
-        attempt = self.attempt(trajectory, number)
-        attempt.sealed, attempt.sealed_rows = (tokens, prompt_tokens), rows
+        attempt = self.attempt(trajectory, event.attempt)
+        attempt.seal(event.stop, event.start, event.rows, event.segment)
         entry = self.trajectories[trajectory]
         if entry.open is attempt:
             entry.pending, entry.open = (*entry.pending, attempt), None
@@ -166,7 +166,7 @@ class Partition:
         elif event.kind == RowKind.RELEASE:
             self.release(name)
         elif self._is_current(name, event.attempt):
-            self.mark_sealed(name, event.attempt, event.stop, event.start, event.rows)
+            self._seal(name, event)
 
     def _add_group(self, name: str, event: Event) -> None:
         self.released.discard(name)

@@ -236,7 +236,7 @@ class Engine:
         """Forget trajectories, or the whole partition; the future gives how many were there, once that is durable."""
         names = None if trajectories is None else tuple(check_name(t, "trajectory") for t in trajectories)
         if self._tier is not None:
-            self._tier.look_again(self._find(run), check_name(partition, "partition"))
+            self._tier.look_now(self._find(run), check_name(partition, "partition"))
         command = ReleaseCommand(self._partition(run, partition), names)
         self._shard.submit(command)
         return command.future

@@ -182,7 +182,7 @@ def settle(events: Sequence[Event], run: Run, unpublished: Collection[int] = ())
 def _sealed(seal: Event, records: list[Event], knowledge: Knowledge, run: Run) -> Attempt:
     known = [r for r in records if knowledge.knows(seal, r) or knowledge.knows(r, seal)]
     attempt = _build(seal.attempt, known, run)
-    attempt.sealed, attempt.sealed_rows = (seal.stop, seal.start), seal.rows
+    attempt.seal(seal.stop, seal.start, seal.rows, seal.segment)
     return attempt
 
 

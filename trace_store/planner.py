@@ -56,6 +56,7 @@ class ReadPlan:
     """Pieces as columns: rows [skip, skip + rows) of index row ``row`` in ``segment``, for ``dest_row`` of ``site``.
 
     ``doubles``: pieces for the same places that are served where those of the plan are damaged, best first.
+    ``served``: for each span the number and version of the attempt that is read, None where none is visible.
     """
 
     segment: Column
@@ -67,6 +68,7 @@ class ReadPlan:
     span: Column
     missing: tuple[Missing, ...]
     doubles: ReadPlan | None = None
+    served: tuple[tuple[int, int] | None, ...] = ()
 
 
 def plan_read(
@@ -82,8 +84,10 @@ def plan_read(
     doubles: list[_Pieces] = []
     missing: list[Missing] = []
     selections: _Selections = {}
+    served: list[tuple[int, int] | None] = []
     for number, span in enumerate(spans):
         found = _find(partition, span.trajectory, include_open)
+        served.append(None if isinstance(found, MissingReason) else (found.number, found.version))
         if isinstance(found, MissingReason):
             missing.extend(Missing(number, site, span.start, span.stop, found) for site in sites)
             continue
@@ -97,8 +101,8 @@ def plan_read(
     others = _plan(np.concatenate(doubles, axis=1), ()) if doubles else None
     plan = _plan(table, tuple(missing), others)
     if policy_version_min and partition is not None:
-        return _drop_stale(plan, partition, spans, policy_version_min)
-    return plan
+        plan = _drop_stale(plan, partition, spans, policy_version_min)
+    return replace(plan, served=tuple(served))
 
 
 def _plan(columns: _Pieces, missing: tuple[Missing, ...], doubles: ReadPlan | None = None) -> ReadPlan:

@@ -36,6 +36,7 @@ class Read:
         self._plan, self._segments, self._spans = plan, segments, spans
         self._spares, self._on_damage, self._on_loss = spares or {}, on_damage, on_loss
         self.missing: list[Missing] = list(plan.missing)
+        self.served = plan.served
 
     def __iter__(self) -> Iterator[Slice]:
         lost = yield from _slices(self._plan, self._segments)

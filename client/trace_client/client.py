@@ -8,6 +8,7 @@ reader = client.reader("run", "step-1")
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -25,6 +26,8 @@ from trace_store.arena import ARENA_BYTES_MAX
 from trace_store.errors import InvalidRequest, NotFound
 from trace_store.record import Receipt, Site, check_int, check_name, check_site_table
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
+
+log = logging.getLogger("trace_client")
 
 ARENA_BYTES = 64 << 20
 """Shared memory of a writer: 16 slabs, 0.1 s of disk at 0.6 GB/s."""
@@ -156,7 +159,10 @@ class FleetClient(Client):
         return FleetReader(self._fleet, run, partition, receipts)
 
     def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> int:
-        """Release on every server that answers. Returns the largest count of one of them."""
+        """Release on every server that answers. Returns the largest count of one of them.
+
+        A server that is away keeps what it has not uploaded; a warning in the log names it. Release again once it is back.
+        """
 
         def call(channel: Channel) -> int:
             try:
@@ -164,7 +170,16 @@ class FleetClient(Client):
             except NotFound:
                 return 0
 
-        return max(self._fleet.each(call))
+        count = max(self._fleet.each(call))
+        away = [endpoint.channel.target for endpoint in self._fleet.endpoints if not endpoint.healthy]
+        if away:
+            log.warning(
+                "not released on servers that are away, release again once they are back: run=%r partition=%r targets=%s",
+                run,
+                partition,
+                ",".join(away),
+            )
+        return count
 
     def list(self, run: str = "", partition: str = "") -> Iterator[Listed]:
         """What the servers that answer have, merged by name."""

@@ -28,7 +28,7 @@ class DeviceCopy:
         event = self._events[turn]
         if event is not None:
             event.synchronize()
-        result = Microbatch(batch.rows, missing=batch.missing)
+        result = Microbatch(batch.rows, missing=batch.missing, attempts=batch.attempts)
         with torch.cuda.stream(self._stream):
             for name in ("planes", "scales", "tensor_scales", "valid"):
                 target: dict[Any, Any] = getattr(result, name)

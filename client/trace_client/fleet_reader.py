@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from trace_client.fleet import GONE, Endpoint, Fleet
+from trace_client.fleet_merge import invalidate, merge, packed
 from trace_client.microbatch import REASONS, Buffers, Microbatch, MissingRows, rows_of
 from trace_client.prefetch import Prefetch
 from trace_client.reader import READ_TIMEOUT_S, Reader, Span, check_spans
@@ -61,18 +62,24 @@ class FleetReader:
         batch = (out or Buffers()).microbatch(self._check(chosen), rows_of(wanted))
         asked: dict[int, list[Endpoint]] = {number: [] for number in range(len(wanted))}
         reasons: dict[str, set[str]] = {}
+        answered: set[str] = set()
         open_spans = set(asked)
         failure: TraceStoreError | None = None
         while groups := self._groups(wanted, open_spans, asked):
             for endpoint, numbers in groups:
                 for number in numbers:
                     asked[number].append(endpoint)
+                asked_now = [wanted[number] for number in numbers]
+                again = not answered.isdisjoint(span.trajectory for span in asked_now)
                 try:
-                    part = self._fill(endpoint, batch, [wanted[number] for number in numbers], chosen, options)
+                    part = self._fill(endpoint, batch, asked_now, chosen, options, again=again)
                 except GONE as error:
                     endpoint.mark_down()
                     failure = error
+                    if not again:
+                        invalidate(batch, asked_now)
                     continue
+                answered.update(span.trajectory for span in asked_now)
                 open_spans -= self._settle(endpoint, numbers, wanted, part, reasons)
         if failure is not None and not any(endpoint.healthy for endpoint in self._fleet.endpoints):
             raise failure
@@ -118,7 +125,10 @@ class FleetReader:
         spans: list[TokenSpan],
         sites: tuple[Site, ...],
         options: dict[str, Any],
+        *,
+        again: bool,
     ) -> list[MissingRows]:
+        """Read spans from one server; ``again``: another one has answered for them and may have left rows."""
         reader = self._readers.get(id(endpoint))
         if reader is None:
             try:
@@ -131,9 +141,15 @@ class FleetReader:
                 ]
         if reader.sites != self.sites:
             raise Unavailable(f"a server has another site table of the run, target={endpoint.channel.target}")
-        batch.missing.clear()
-        reader.fill(batch, spans, **options)
-        return list(batch.missing)
+        if not again:
+            batch.missing.clear()
+            reader.fill(batch, spans, **options)
+            return list(batch.missing)
+        others = packed(spans)
+        other = Buffers().microbatch(sites, rows_of(others))
+        reader.fill(other, others, **options)
+        merge(batch, spans, other, others)
+        return other.missing
 
     def _settle(
         self,

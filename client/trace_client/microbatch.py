@@ -76,6 +76,7 @@ class Microbatch:
         tensor_scales: site -> float32 [rows], NaN where not valid.
         valid: site -> bool [rows].
         missing: what was asked for and not there.
+        attempts: trajectory -> attempt that its rows are of; those without a visible attempt are left out.
     """
 
     rows: int
@@ -84,6 +85,9 @@ class Microbatch:
     tensor_scales: dict[Site, npt.NDArray[np.float32]] = field(default_factory=dict)
     valid: dict[Site, npt.NDArray[np.bool_]] = field(default_factory=dict)
     missing: list[MissingRows] = field(default_factory=list)
+    attempts: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict, repr=False)
+    """trajectory -> which seal of that attempt, as servers number them; 0 for an open attempt."""
     layout: Layout = field(default=Layout(0, (), (), (), (), 0), repr=False)
     memory: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8), repr=False)
     """Flat memory that the layout divides; planes, scales and tensor scales are views of it."""

@@ -124,7 +124,7 @@ class Reader:
             except KeyError:
                 raise DataLoss("a read message names a site that was not asked for") from None
             place(batch, sites, header.dest_rows, header.rows, payload)
-            batch.missing.extend(self._missing(wanted, header))
+            self._note(batch, wanted, header)
 
     def _read_arena(
         self, batch: Microbatch, wanted: Sequence[TokenSpan], arena: Arena, options: dict[str, Any]
@@ -147,7 +147,7 @@ class Reader:
                 rows = slice(missing.start + shift, missing.stop + shift)
                 batch.all_valid[positions[missing.site], rows] = False
                 batch.tensor_scales[self.sites[missing.site]][rows] = np.nan
-            batch.missing.extend(self._missing(wanted, header))
+            self._note(batch, wanted, header)
         return batch
 
     def _request(
@@ -167,6 +167,13 @@ class Reader:
             yield from self._channel.read_stream(request, timeout_s)
         except grpc.RpcError as error:
             raise self._channel.error(error, self.sites) from None
+
+    def _note(self, batch: Microbatch, wanted: Sequence[TokenSpan], header: Any) -> None:
+        """Take over what is missing and which attempts were read."""
+        batch.missing.extend(self._missing(wanted, header))
+        for span, attempt, version in zip(wanted, header.attempts, header.versions, strict=False):
+            if attempt:
+                batch.attempts[span.trajectory], batch.versions[span.trajectory] = attempt - 1, version
 
     def _missing(self, spans: Sequence[TokenSpan], header: Any) -> Iterator[MissingRows]:
         for missing in header.missing:

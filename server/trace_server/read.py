@@ -58,14 +58,18 @@ def frames(read: Read, table: Sequence[Site]) -> Iterator[tuple[bytes, int, int]
             yield _thinned_frame(read, part, view, places, codes, scales, missed)
         else:
             yield _data_frame(read, part, [view[shift:]]), size, int(part.rows.sum())
-    for low in range(0, max(len(read.missing), 1), MISSING_PER_FRAME_MAX):
-        yield _missing_frame(read.missing[low : low + MISSING_PER_FRAME_MAX]), 0, 0
+    for message in missing_frames(read):
+        yield message, 0, 0
 
 
 def missing_frames(read: Read) -> Iterator[bytes]:
-    """The last messages alone, for a read whose rows went into an arena."""
+    """The last messages: what is missing and which attempts were read; all there is if the rows went into an arena."""
     for low in range(0, max(len(read.missing), 1), MISSING_PER_FRAME_MAX):
-        yield _missing_frame(read.missing[low : low + MISSING_PER_FRAME_MAX])
+        header: Any = _missing_header(read.missing[low : low + MISSING_PER_FRAME_MAX])
+        if low == 0:
+            header.attempts.extend([0 if served is None else 1 + served[0] for served in read.served])
+            header.versions.extend([0 if served is None else served[1] for served in read.served])
+        yield frame.encode(header.SerializeToString(), ())
 
 
 async def fill_arena(read: Read, request: Any, table: Sequence[Site], arena: memoryview) -> tuple[int, int]:
@@ -213,11 +217,10 @@ def _thinned_frame(
     return _data_frame(read, left, payload), sum(map(len, payload)), int(left.rows.sum())
 
 
-def _missing_frame(missing: Sequence[Missing]) -> bytes:
-    header: Any = service_pb2.ReadHeader(
+def _missing_header(missing: Sequence[Missing]) -> Any:
+    return service_pb2.ReadHeader(
         missing=[
             service_pb2.MissingRows(span=m.span, site=m.site, start=m.start, stop=m.stop, reason=int(m.reason))  # type: ignore[arg-type]
             for m in missing
         ]
     )
-    return frame.encode(header.SerializeToString(), ())

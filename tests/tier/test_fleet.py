@@ -180,6 +180,16 @@ def test_a_release_reaches_every_server_and_the_bucket(
     eventually(lambda: not [i for i in store.listing("runs") if "/manifest" not in i.key], "deletion of the objects")
 
 
+def test_a_release_says_whom_it_did_not_reach(
+    servers: list[Any], fleet: Any, records: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    write(fleet, records, "t")
+    eventually(lambda: uploaded(servers[0]), "upload")
+    servers[0].kill()
+    assert fleet.release("run", PARTITION, ["t"]) == 1
+    assert servers[0].address in caplog.text
+
+
 def test_one_dead_endpoint_does_not_hold_up_the_client(new_server: Callable[..., Any], sites: Any) -> None:
     server = new_server().start()
     with trace_client.connect(f"127.0.0.1:1,{server.address}") as client:

@@ -183,6 +183,19 @@ def test_rows_sent_to_both_servers_are_copies_if_equal_and_a_conflict_if_not(sid
         assert content(server, "other") == (expected("other", attempt=1), set())
 
 
+def test_a_release_knows_what_was_uploaded_a_moment_ago(sidecar: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = sidecar("a"), sidecar("b")
+    write(first, "known", seed=1)
+    first.upload()
+    monkeypatch.setattr("trace_store.tier.tier.RELIST_S", 60.0)
+    assert content(second, "t")[1] == {"UNKNOWN_TRAJECTORY"}  # lists the partition; reads do so again in a minute
+    write(first, "t", seed=1)
+    first.upload()
+    assert release(second, "t") == 1
+    settle(second, first)
+    assert content(first, "t")[1] == {"RELEASED"}
+
+
 def test_a_seal_does_not_take_in_rows_that_arrive_while_it_is_written(sidecar: Make) -> None:
     """Between its decision and its row, others' segments may be loaded by another thread."""
     first, second = sidecar("a"), sidecar("b")

@@ -232,20 +232,24 @@ class ObjectTier:
 
     def ensure(self, run: Run, partition: str) -> Loaded:
         """Load what the bucket is known to hold of a partition and the catalog lacks."""
-        return self._load(run, place_of(run.name, partition), relist=False)
+        return self._load(run, place_of(run.name, partition))
 
     def look_again(self, run: Run, partition: str) -> Loaded:
         """The same after listing the partition anew, for a read that missed; at most every RELIST_S."""
-        return self._load(run, place_of(run.name, partition), relist=True)
+        return self._load(run, place_of(run.name, partition), relist_s=RELIST_S)
 
     def ensure_all(self, run: Run) -> None:
         """Load every partition of a run, for a listing. Raises StorageFailed."""
         self.loader.load_run(run)
 
-    def _load(self, run: Run, place: Place, *, relist: bool) -> Loaded:
+    def look_now(self, run: Run, partition: str) -> Loaded:
+        """The same without that limit, for a release: it speaks of what is known here."""
+        return self._load(run, place_of(run.name, partition), relist_s=0.0)
+
+    def _load(self, run: Run, place: Place, relist_s: float | None = None) -> Loaded:
         try:
-            if relist:
-                self.view.refresh_place(place, RELIST_S)
+            if relist_s is not None:
+                self.view.refresh_place(place, relist_s)
             return Loaded(self.loader.load(run, place) if self.loader.missing(place) else 0, "")
         except StorageFailed as error:
             self._unreachable = str(error)

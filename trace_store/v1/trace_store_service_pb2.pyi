@@ -207,18 +207,22 @@ class MissingRows(_message.Message):
     def __init__(self, span: _Optional[int] = ..., site: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., reason: _Optional[_Union[MissingReason, str]] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
-    __slots__ = ("sites", "dest_rows", "rows", "policy_versions", "missing")
+    __slots__ = ("sites", "dest_rows", "rows", "policy_versions", "missing", "attempts", "versions")
     SITES_FIELD_NUMBER: _ClassVar[int]
     DEST_ROWS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     sites: _containers.RepeatedScalarFieldContainer[int]
     dest_rows: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
     policy_versions: _containers.RepeatedScalarFieldContainer[int]
     missing: _containers.RepeatedCompositeFieldContainer[MissingRows]
-    def __init__(self, sites: _Optional[_Iterable[int]] = ..., dest_rows: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., policy_versions: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[_Union[MissingRows, _Mapping]]] = ...) -> None: ...
+    attempts: _containers.RepeatedScalarFieldContainer[int]
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sites: _Optional[_Iterable[int]] = ..., dest_rows: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., policy_versions: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[_Union[MissingRows, _Mapping]]] = ..., attempts: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadResponse(_message.Message):
     __slots__ = ("header", "payload")
