@@ -248,7 +248,12 @@ class Shard:
                 with self._volume.lock:  # the rows replace lost ones: they must be seen to know the seal
                     known = self._volume.known(partition)
                 self._write_controls(partition, [], known)
-            self._write(partition, methodcaller("append_chunk", admission.chunk, compress))
+            chunk = admission.chunk
+            self._write(
+                partition,
+                methodcaller("append_chunk", chunk, compress),
+                lambda segment, first_row: partition.apply_groups(segment, first_row, chunk.groups),
+            )
         result = AppendResult(stored, admission.duplicates)
         if command.durability == "synced":
             self._answer_synced(command.future, result)
@@ -304,15 +309,22 @@ class Shard:
         told, rows = known_rows(known.segments, tail.told)
         if not (rows or controls):
             return
-        self._write(partition, methodcaller("append_controls", [*rows, *controls]), known.changes)
+        self._write(
+            partition,
+            methodcaller("append_controls", [*rows, *controls]),
+            lambda segment, first_row: partition.apply(segment, first_row, known.changes),
+        )
         tail.told = told
         if controls:
             self._roll_soon(partition)
 
     def _write(
-        self, partition: Partition, write: Callable[[SegmentWriter], Any], decided_at: int | None = None
+        self,
+        partition: Partition,
+        write: Callable[[SegmentWriter], Any],
+        enter: Callable[[Segment, int], None],
     ) -> None:
-        """Write rows to the partition's open segment and enter them in the catalog."""
+        """Write rows to the partition's open segment and enter those from a first row on in the catalog."""
         tail = self._open_segment(partition)
         writer, first_row = tail.writer, len(tail.writer.index)
         try:
@@ -322,7 +334,7 @@ class Shard:
             raise
         with self._volume.lock:
             tail.segment.disk_bytes = writer.written_bytes
-            partition.apply(tail.segment, first_row, decided_at)
+            enter(tail.segment, first_row)
         self._syncer.wrote(writer)
         tail.last_write_s = self._clock()
         partition.written_at = self._volume.now()

@@ -13,6 +13,7 @@ import pytest
 from trace_store import Site
 from trace_store.checksum import RowKind
 from trace_store.errors import StorageFailed, StorageFull
+from trace_store.segment import reserve
 from trace_store.segment.reader import open_sealed
 from trace_store.segment.scan import scan_segment
 from trace_store.segment.schema import COLUMNS, SegmentHeader
@@ -129,3 +130,40 @@ def test_a_segment_is_never_written_over(tmp_path: Path, writer: SegmentWriter) 
 def test_short_or_incompressible_scales_stay_raw(writer: SegmentWriter) -> None:
     writer.append_chunk(chunk(0, 1))
     assert set(writer.index.rows["scales_encoding"].tolist()) == {0}
+
+
+def test_room_is_reserved_behind_a_long_segment_and_given_back(writer: SegmentWriter) -> None:
+    """The length never shows it, and a sealed segment takes no more blocks than its bytes do."""
+    reserved = 0
+    while not reserved and writer.written_bytes < 16 << 20:
+        writer.append_chunk(chunk(writer.written_bytes, writer.written_bytes + 4_000), compress=False)
+        status = os.stat(writer.path)
+        assert status.st_size == writer.written_bytes
+        reserved = max(0, status.st_blocks * 512 - status.st_size - (1 << 20))
+    if not reserved:
+        pytest.skip("the file system of the tests reserves nothing")
+    path = writer.seal()
+    status = os.stat(path)
+    assert status.st_size == writer.written_bytes
+    assert status.st_blocks * 512 < status.st_size + (64 << 10)
+
+
+def test_a_short_segment_reserves_nothing(writer: SegmentWriter) -> None:
+    writer.append_chunk(chunk(0, 1_000), compress=False)
+    status = os.stat(writer.path)
+    assert status.st_blocks * 512 < status.st_size + (64 << 10)
+
+
+def test_where_nothing_can_be_reserved_writes_go_on(writer: SegmentWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    tries: list[int] = []
+
+    def full(descriptor: int, offset: int, length: int) -> bool:
+        tries.append(length)
+        return False
+
+    monkeypatch.setattr(reserve, "_fallocate", full)
+    for start in range(0, 20_000, 4_000):
+        writer.append_chunk(chunk(start, start + 4_000), compress=False)
+    assert len(tries) == 1, "asked once a file"
+    _, index = open_sealed(writer.seal())
+    assert index.records == 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from tests.tier.conftest import PARTITION, RUN, Sidecar, eventually
 from tests.tier.test_reading import segment_keys
 from tests.tier.test_upload import refuse_all
-from trace_store.storage.s3 import ObjectStore
+from trace_store.storage.s3 import ObjectInfo, ObjectStore
 from trace_store.storage.selfcheck import IDENTITY_KEY
 
 Make = Callable[..., Sidecar]
@@ -200,3 +200,27 @@ def test_a_directory_that_changes_buckets_is_uploaded_to_the_new_one(sidecar: Ma
         assert len(segment_keys(ObjectStore(url + "-new"))) == 1
     finally:
         moved.engine.close()
+
+
+def test_what_a_listing_leaves_out_is_asked_for_by_name_before_it_counts_as_released(
+    sidecar: Make, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store may list an object late, or lose it from a page while others are added."""
+    first, second = sidecar("a"), sidecar("b")
+    first.write("t")
+    first.upload()
+    assert second.reasons("t") == set()
+    listing = ObjectStore.listing
+
+    def without_segments(self: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
+        return (info for info in listing(self, prefix) if "/step-1" not in info.key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "listing", without_segments)
+        for server in (first, second):
+            server.tier.follow()
+            assert server.reasons("t") == set()
+            assert server.tier.status().vanished == 0
+        first.engine.close()
+        assert sidecar("a").reasons("t") == set()  # at a start too
+    assert len(segment_keys(store)) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -210,3 +212,36 @@ def test_an_unreachable_store_costs_remote_rows_only_and_recovers(s3: S3Server, 
     assert second.reasons("mine") == set()
     s3.resume()
     eventually(lambda: second.reasons("t") == set(), "recovery")
+
+
+def test_a_sealed_segment_waits_for_an_earlier_one_that_could_not_be_sealed(
+    sidecar: Make, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the bucket would show a seal without the records before it, as a trajectory that lost them."""
+    monkeypatch.setattr("trace_store.repair.UNSEALED_RETRY_S", 0.05)
+    first = sidecar("a")
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if "step-1" in str(source) and Path(source).name.startswith("0000000000-"):
+            raise OSError(errno.EIO, "refused by the test")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        first.write("t")
+        first.engine.roll().result(30)
+        first.write("u")
+        first.engine.roll().result(30)
+        assert [path.name[:11] for path in local_segments(first)] == ["0000000001-"]
+        first.tier.tick()
+        first.write("v", partition="other")
+        first.engine.roll().result(30)
+        first.tier.tick()
+        eventually(lambda: not first.tier.status().waiting, "upload of what may be uploaded")
+        assert {key.split("/")[2].rpartition("-")[0] for key in segment_keys(store)} == {"other"}
+    first.upload()
+    assert len([key for key in segment_keys(store) if "/step-1" in key]) == 2
+    second = sidecar("b")
+    assert second.read("t") == first.read("t")
+    assert second.reasons("u") == set()

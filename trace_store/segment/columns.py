@@ -46,7 +46,8 @@ class BatchTemplate:
         """``scales``: encodings and offsets of stored scales; None: they are stored as they came."""
         self._shapes = list(shapes)  # kept alive for whoever knows this template by their ids
         self._borders = list(pairwise(np.cumsum([0, *(len(shape.sites) for shape in shapes)]).tolist()))
-        self._rows = np.zeros(self._borders[-1][1], ROW)  # zeros: kind RECORD, encoding RAW
+        self._rows = np.zeros(self._borders[-1][1], ROW)
+        self._rows["kind"] = RowKind.RECORD
         offsets = [
             _joined([shape.codes for shape in shapes]),
             _joined([shape.scales for shape in shapes]) if scales is None else scales[1],
@@ -83,7 +84,8 @@ class BatchTemplate:
     def fill(self, groups: Sequence[RecordGroup], index: SegmentIndex) -> npt.NDArray[np.void]:
         """Put a chunk's keys into the batch, which holds until the next call. Returns new index rows; their offsets
         count from the start of the chunk's codes, scales and tensor scales."""
-        rows, filled = self._rows.copy(), self._filled
+        rows: npt.NDArray[np.void] = self._rows.copy()
+        filled = self._filled
         numbers = rows["trajectory"]
         for (low, high), group in zip(self._borders, groups, strict=True):
             numbers[low:high] = index.trajectory_number(group.trajectory)
@@ -117,6 +119,3 @@ def _joined(offsets: Sequence[Offsets]) -> Offsets:
 
 def _array(kind: pa.DataType, length: int, *buffers: pa.Buffer) -> Any:
     return pa.Array.from_buffers(kind, length, [None, *buffers])
-
-
-assert RowKind.RECORD == 0

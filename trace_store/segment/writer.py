@@ -31,6 +31,7 @@ from trace_store.chunk import Chunk, iterate_records, shape_of
 from trace_store.errors import StorageFailed, StorageFull, TraceStoreError
 from trace_store.segment.columns import BatchTemplate
 from trace_store.segment.index import ROW, SegmentIndex
+from trace_store.segment.reserve import Reservation
 from trace_store.segment.schema import (
     COLUMNS,
     ENCODING_RAW,
@@ -128,6 +129,7 @@ class SegmentWriter:
         self._schema = make_schema(header)
         self._compressor = zstandard.ZstdCompressor(level=1)
         self._sink = _Sink()
+        self._reservation = Reservation()
         self._templates: dict[tuple[int, ...], BatchTemplate] = {}
         try:
             self.descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
@@ -227,6 +229,8 @@ class SegmentWriter:
         self._arrow.write_batch(self._single_row(RowKind.INDEX, "", 0, 0, 0, blob))
         self._arrow.close()
         self._flush()
+        with contextlib.suppress(OSError):  # then the blocks stay with the file, unused
+            self._reservation.give_back(self.descriptor, self.written_bytes)
         self.sync()
         self.index.seal()
 
@@ -282,6 +286,7 @@ class SegmentWriter:
     def _flush(self) -> None:
         """Move the sink's buffers to the file, or leave the file as it was and abandon the segment."""
         parts = [memoryview(part) for part in self._sink.take()]
+        self._reservation.extend(self.descriptor, self.written_bytes, sum([part.nbytes for part in parts]))
         try:
             size = _write_all(self.descriptor, parts)
         except OSError as error:
