@@ -161,7 +161,8 @@ class FleetClient(Client):
     def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> int:
         """Release on every server that answers. Returns the largest count of one of them.
 
-        A server that is away keeps what it has not uploaded; a warning in the log names it. Release again once it is back.
+        A server that is away keeps what it has not uploaded; a warning in the log names it: release again once it is
+        back.
         """
 
         def call(channel: Channel) -> int:
@@ -174,7 +175,7 @@ class FleetClient(Client):
         away = [endpoint.channel.target for endpoint in self._fleet.endpoints if not endpoint.healthy]
         if away:
             log.warning(
-                "not released on servers that are away, release again once they are back: run=%r partition=%r targets=%s",
+                "not released on servers that are away, release again later, run=%r partition=%r targets=%s",
                 run,
                 partition,
                 ",".join(away),
