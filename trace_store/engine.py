@@ -117,6 +117,11 @@ class Engine:
     def server(self) -> str:
         return self._volume.server
 
+    @property
+    def root(self) -> Path:
+        """The data directory."""
+        return self._volume.root
+
     def close(self) -> None:
         """Write and sync what was accepted, seal the open segments, give the directory back. May be called twice."""
         if self._closed:

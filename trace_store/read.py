@@ -13,10 +13,11 @@ from types import TracebackType
 import numpy as np
 
 from trace_store.fetch import OpenSegment, Slice, Undelivered, fetch
-from trace_store.gather import Places, file_order, gather
+from trace_store.gather import Places, file_order, gather, select
 from trace_store.planner import Missing, MissingReason, ReadPlan
 from trace_store.record import TokenSpan
 from trace_store.rescue import Rescue
+from trace_store.segment.schema import SEALED_SUFFIX
 
 
 class Read:
@@ -45,6 +46,19 @@ class Read:
             failed = yield from _slices(attempt.plan, attempt.sources)
             self._settle(rescue.settle(attempt, failed))
         self._miss(self._plan, rescue)
+
+    def take_stored(self) -> tuple[dict[int, str], ReadPlan]:
+        """Leave the pieces in sealed local segments to the caller: file names by number of segment, and those pieces.
+        ``pieces`` and iteration then give the others."""
+        names = {
+            number: segment.name
+            for number, segment in self._segments.items()
+            if segment.source.descriptor >= 0 and segment.name.endswith(SEALED_SUFFIX)
+        }
+        stored = np.isin(self._plan.segment, list(names))
+        taken = select(self._plan, np.flatnonzero(stored))
+        self._plan = select(self._plan, np.flatnonzero(~stored))
+        return names, taken
 
     def pieces(self) -> ReadPlan:
         """What will be served, in file order: for ``gather``, which takes it whole or in parts."""

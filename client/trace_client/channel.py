@@ -13,6 +13,7 @@ import grpc
 
 from trace_client import fork
 from trace_client.arena import Arenas
+from trace_client.segment_files import SegmentFiles
 from trace_store import wire
 from trace_store.errors import (
     DeadlineExceeded,
@@ -62,7 +63,14 @@ class Tls:
 class Channel:
     """One gRPC channel and its stubs. Thread-safe. Bulk methods carry raw frames."""
 
-    def __init__(self, target: str, tls: Tls | None, token: str | None, arena: str = "off") -> None:
+    def __init__(
+        self,
+        target: str,
+        tls: Tls | None,
+        token: str | None,
+        arena: str = "off",
+        files: SegmentFiles | None = None,
+    ) -> None:
         if not isinstance(target, str) or not target or (":" not in target and not target.startswith("unix:")):
             raise InvalidRequest(f"target must be host:port or unix:/path, got={target!r}", argument="target")
         fork.check_connect()
@@ -85,6 +93,7 @@ class Channel:
             self._channel = grpc.insecure_channel(target, options)
         else:
             self._channel = grpc.secure_channel(target, _credentials(tls), options)
+        self._offered_files, self._files_asked = files, False
         self._tables: dict[str, tuple[Site, ...]] = {}
         self._tables_lock = threading.Lock()
         prefix = f"/{wire.SERVICE}/"
@@ -109,6 +118,8 @@ class Channel:
     def close(self) -> None:
         self._closed = True
         self._channel.close()
+        if self._offered_files is not None:
+            self._offered_files.close()
 
     def check_usable(self) -> None:
         """Raise what gRPC would answer with a hang or a stray ValueError.
@@ -159,6 +170,15 @@ class Channel:
         """Open a Read stream; iterating it gives frames."""
         self.check_usable()
         return self._read(request, metadata=self._metadata, timeout=timeout_s)
+
+    def files(self) -> SegmentFiles | None:
+        """The data directory that this client was given, if it is this server's. Raises TraceStoreError."""
+        if self._offered_files is not None and not self._files_asked:
+            identity = self.call("Status", service_pb2.StatusRequest()).data_directory
+            if identity != self._offered_files.identity:
+                self._offered_files = None
+            self._files_asked = True
+        return self._offered_files
 
     def table(self, run: str) -> tuple[Site, ...]:
         """Site table of a run, asked once."""

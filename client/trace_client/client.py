@@ -8,7 +8,11 @@ reader = client.reader("run", "step-1")
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 import logging
+=======
+import os
+>>>>>>> main
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,6 +24,7 @@ from trace_client.fleet import Fleet, merged, split_targets
 from trace_client.fleet_reader import FleetReader
 from trace_client.fleet_writer import FleetWriter
 from trace_client.reader import Reader
+from trace_client.segment_files import SegmentFiles
 from trace_client.writer import Writer
 from trace_store import wire
 from trace_store.arena import ARENA_BYTES_MAX
@@ -31,6 +36,8 @@ log = logging.getLogger("trace_client")
 
 ARENA_BYTES = 64 << 20
 """Shared memory of a writer: 16 slabs, 0.1 s of disk at 0.6 GB/s."""
+
+NO_FILES = "no data_dir was given, or it is another server's; all rows come from the server"
 
 
 @dataclass(frozen=True)
@@ -54,13 +61,17 @@ class Client:
         self._channel, self._arena_bytes = channel, arena_bytes
 
     def describe(self) -> dict[str, str]:
-        """How bytes travel: ``target``, ``path`` (``arena`` or ``stream``), ``reason`` and the ``arena`` mode."""
-        arenas = self._channel.arenas
+        """How bytes travel: ``target``, ``path`` (``arena`` or ``stream``), ``reason``, the ``arena`` mode; for reads
+        ``reads``, which is ``files`` where the client reads sealed segments itself, and ``reads_reason``."""
+        arenas, files = self._channel.arenas, self._channel.files()
+        path = "arena" if arenas.usable else "stream"
         return {
             "target": self._channel.target,
-            "path": "arena" if arenas.usable else "stream",
+            "path": path,
             "reason": arenas.reason,
             "arena": arenas.mode,
+            "reads": path if files is None else "files",
+            "reads_reason": NO_FILES if files is None else files.reason,
         }
 
     def register(self, run: str, sites: Sequence[Site]) -> bool:
@@ -208,6 +219,7 @@ def connect(
     token: str | None = None,
     arena: str = "auto",
     arena_bytes: int = ARENA_BYTES,
+    data_dir: str | os.PathLike[str] | None = None,
 ) -> Client:
     """Connect to a server and wait until it answers; or to several that share an object store.
 
@@ -219,26 +231,43 @@ def connect(
             ``off`` always sends; ``required`` fails where memory cannot be shared. ``Client.describe`` tells.
         arena_bytes: shared memory of each writer. Appends of durability ``memory`` run at memory speed until it is
             full, and at the disk's from then on.
+        data_dir: data directory of the server as this process sees it, where it may read it: sealed segments are then
+            read there by the client, and the server is asked for the rest.
 
     Raises:
+        InvalidRequest: data_dir is no data directory, or not that of a server that answers.
         Unavailable: nothing answers within 10 s.
         Unsupported: arena is ``required`` and cannot be had; says why.
     """
     check_int(arena_bytes, "arena_bytes", Slabs.SLAB_BYTES, ARENA_BYTES_MAX)
     targets = split_targets(target)
     if len(targets) > 1 or not isinstance(target, str):
-        fleet = Fleet([Channel(name, tls, token, arena) for name in targets])
+        files = None if data_dir is None else SegmentFiles(data_dir)
+        fleet = Fleet([Channel(name, tls, token, arena, files) for name in targets])
         try:
             fleet.connect()
+            if files is not None and not any(endpoint.channel.files() for endpoint in fleet.in_order()):
+                raise _foreign(files, target)
         except BaseException:
             fleet.close()
             raise
         return FleetClient(fleet, arena_bytes)
-    channel = Channel(targets[0], tls, token, arena)
+    files = None if data_dir is None else SegmentFiles(data_dir)
+    channel = Channel(targets[0], tls, token, arena, files)
     try:
         channel.wait_ready()
         channel.arenas.probe()
+        if files is not None and channel.files() is None:
+            raise _foreign(files, target)
     except BaseException:
         channel.close()
         raise
     return Client(channel, arena_bytes)
+
+
+def _foreign(files: SegmentFiles, target: str | Sequence[str]) -> InvalidRequest:
+    return InvalidRequest(
+        f"not the data directory of the server, data_dir={files.path} target={target}; leave it out unless server and"
+        " client see one file system of this host",
+        argument="data_dir",
+    )

@@ -24,9 +24,11 @@ from trace_client.microbatch import (
     view_microbatch,
 )
 from trace_client.prefetch import Prefetch
+from trace_client.segment_files import Piece
 from trace_store import wire
 from trace_store.errors import DataLoss, InvalidRequest
 from trace_store.limits import POLICY_VERSION_MAX, SPANS_MAX
+from trace_store.planner import ReadPlan
 from trace_store.record import Site, TokenSpan, check_int, check_name
 from trace_store.v1 import record_pb2
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
@@ -115,23 +117,84 @@ class Reader:
         Raises:
             Unavailable, DeadlineExceeded: some rows may have arrived; ``valid`` says which.
         """
-        request = self._request(batch, wanted, include_open, policy_version_min)
-        positions = {self._numbers[site]: position for position, site in enumerate(batch.layout.sites)}
-        for message in self._messages(request, timeout_s):
+        options = {
+            "include_open": include_open,
+            "policy_version_min": policy_version_min,
+            "timeout_s": timeout_s,
+        }
+        named = self._fill(batch, wanted, batch.layout.sites, options, self._channel.files() is not None)
+        positions = self._positions(batch)
+        again: set[Piece] = set()
+        for stored in named:
+            plan, failed = self._read_stored(batch, stored)
+            for number, site, start, rows in zip(
+                plan.span.tolist(), plan.site.tolist(), plan.dest_row.tolist(), plan.rows.tolist(), strict=True
+            ):
+                if (number, site) not in failed:
+                    batch.all_valid[positions[site], start : start + rows] = True
+            again |= failed
+        self._fill_again(batch, wanted, again, options)
+
+    def _fill(
+        self,
+        batch: Microbatch,
+        wanted: Sequence[TokenSpan],
+        sites: Sequence[Site],
+        options: dict[str, Any],
+        name_stored: bool,
+    ) -> list[Any]:
+        """Place what the server sends; returns what it names in its data directory instead."""
+        request = self._request(wanted, sites, options, name_stored)
+        positions = self._positions(batch)
+        named = []
+        for message in self._messages(request, options["timeout_s"]):
             header, payload = wire.parse_read(message)
             try:
-                sites = [positions[number] for number in header.sites]
+                slices = [positions[number] for number in header.sites]
             except KeyError:
                 raise DataLoss("a read message names a site that was not asked for") from None
+<<<<<<< HEAD
             place(batch, sites, header.dest_rows, header.rows, payload)
             self._note(batch, wanted, header)
+=======
+            place(batch, slices, header.dest_rows, header.rows, payload)
+            batch.missing.extend(self._missing(wanted, header))
+            if header.HasField("stored"):
+                named.append(header.stored)
+        return named
+
+    def _read_stored(self, batch: Microbatch, stored: Any) -> tuple[ReadPlan, set[Piece]]:
+        files = self._channel.files()
+        assert files is not None
+        return files.read(self.run, self.partition, self.sites, batch, stored)
+
+    def _fill_again(
+        self, batch: Microbatch, wanted: Sequence[TokenSpan], again: set[Piece], options: dict[str, Any]
+    ) -> None:
+        """Ask the server for what could not be read in its data directory: it has other copies, or knows why not."""
+        positions = self._positions(batch)
+        spans_of: dict[int, list[int]] = {}
+        for number, site in sorted(again):
+            span = wanted[number]
+            rows = slice(span.dest_row, span.dest_row + span.tokens)
+            batch.all_valid[positions[site], rows] = False
+            batch.tensor_scales[self.sites[site]][rows] = np.nan
+            spans_of.setdefault(site, []).append(number)
+        groups: dict[tuple[int, ...], list[Site]] = {}
+        for site, numbers in spans_of.items():
+            groups.setdefault(tuple(numbers), []).append(self.sites[site])
+        for spans, sites in groups.items():
+            self._fill(batch, [wanted[number] for number in spans], sites, options, False)
+        if groups:
+            batch.missing[:] = dict.fromkeys(batch.missing)  # gaps beside such rows were reported before
+>>>>>>> main
 
     def _read_arena(
         self, batch: Microbatch, wanted: Sequence[TokenSpan], arena: Arena, options: dict[str, Any]
     ) -> Microbatch:
         """Let the server put the rows where they belong."""
         layout = batch.layout
-        request = self._request(batch, wanted, options["include_open"], options["policy_version_min"])
+        request = self._request(wanted, layout.sites, options, self._channel.files() is not None)
         target = request.target
         target.arena, target.rows = arena.id, layout.rows
         target.codes_offsets.extend(layout.codes)
@@ -140,26 +203,39 @@ class Reader:
         headers = [wire.parse_read(message)[0] for message in self._messages(request, options["timeout_s"])]
         for span in wanted:
             batch.all_valid[:, span.dest_row : span.dest_row + span.tokens] = True
-        positions = {self._numbers[site]: position for position, site in enumerate(layout.sites)}
+        positions = self._positions(batch)
+        again: set[Piece] = set()
         for header in headers:
+            if header.HasField("stored"):
+                again |= self._read_stored(batch, header.stored)[1]
             for missing in header.missing:
                 shift = wanted[missing.span].dest_row - wanted[missing.span].start
                 rows = slice(missing.start + shift, missing.stop + shift)
                 batch.all_valid[positions[missing.site], rows] = False
                 batch.tensor_scales[self.sites[missing.site]][rows] = np.nan
+<<<<<<< HEAD
             self._note(batch, wanted, header)
+=======
+            batch.missing.extend(self._missing(wanted, header))
+        self._fill_again(batch, wanted, again, options)
+>>>>>>> main
         return batch
 
+    def _positions(self, batch: Microbatch) -> dict[int, int]:
+        """Position in the microbatch by number of the site."""
+        return {self._numbers[site]: position for position, site in enumerate(batch.layout.sites)}
+
     def _request(
-        self, batch: Microbatch, wanted: Sequence[TokenSpan], include_open: bool, policy_version_min: int
+        self, wanted: Sequence[TokenSpan], sites: Sequence[Site], options: dict[str, Any], name_stored: bool
     ) -> Any:
         return service_pb2.ReadRequest(
             run=self.run,
             partition=self.partition,
             spans=[_span_to_wire(span) for span in wanted],
-            sites=[self._numbers[site] for site in batch.layout.sites],
-            include_open=include_open,
-            policy_version_min=policy_version_min,
+            sites=[self._numbers[site] for site in sites],
+            include_open=options["include_open"],
+            policy_version_min=options["policy_version_min"],
+            name_stored=name_stored,
         )
 
     def _messages(self, request: Any, timeout_s: float) -> Iterator[bytes]:

@@ -26,6 +26,9 @@ from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 MISSING_PER_FRAME_MAX = 10_000
 
+STORED_PER_FRAME_MAX = 100_000
+"""About 2 MB of message."""
+
 PART_BYTES = 16 << 20
 """Payload that one worker thread gathers into an arena before it looks whether the call was cancelled."""
 
@@ -70,6 +73,32 @@ def missing_frames(read: Read) -> Iterator[bytes]:
             header.attempts.extend([0 if served is None else 1 + served[0] for served in read.served])
             header.versions.extend([0 if served is None else served[1] for served in read.served])
         yield frame.encode(header.SerializeToString(), ())
+
+
+def stored_frames(read: Read, table: Sequence[Site]) -> tuple[list[bytes], int, int]:
+    """Messages that name the pieces in sealed local segments, which the read then serves no more; their payload bytes
+    and rows."""
+    names, plan = read.take_stored()
+    code_bytes, scale_bytes = _row_bytes(plan, table)
+    messages = []
+    for low in range(0, len(plan.row), STORED_PER_FRAME_MAX):
+        part = select(plan, slice(low, low + STORED_PER_FRAME_MAX))
+        numbers, segment = np.unique(part.segment, return_inverse=True)
+        columns = {
+            "segment": segment.reshape(-1),
+            "index_rows": part.row,
+            "sites": part.site,
+            "skip": part.skip,
+            "rows": part.rows,
+            "dest_rows": part.dest_row,
+            "spans": part.span,
+        }
+        stored = service_pb2.StoredPieces(
+            segments=[names[number] for number in numbers.tolist()],
+            **{name: column.tolist() for name, column in columns.items()},
+        )
+        messages.append(frame.encode(service_pb2.ReadHeader(stored=stored).SerializeToString(), ()))
+    return messages, int((plan.rows * (code_bytes + scale_bytes + 4)).sum()), int(plan.rows.sum())
 
 
 async def fill_arena(read: Read, request: Any, table: Sequence[Site], arena: memoryview) -> tuple[int, int]:

@@ -32,6 +32,7 @@ from trace_store.errors import (
 )
 from trace_store.read import Read
 from trace_store.record import check_name
+from trace_store.storage.local import directory_identity
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 from trace_store.version import VERSION
 
@@ -163,11 +164,14 @@ class TraceStoreService:
             run = request.run
             opened = await self._open_read(request)
             with opened:
+                if request.name_stored or not request.HasField("target"):
+                    await begin(context)
+                if request.name_stored:
+                    await self._name_stored(opened, run, context)
                 if request.HasField("target"):
                     async for encoded in self._read_into_arena(opened, request):
                         await send(context, encoded)
                 else:
-                    await begin(context)
                     async with aclosing(self._read_frames(opened, run)) as frames:
                         async for encoded in frames:
                             await send_bounded(context, encoded)
@@ -193,6 +197,13 @@ class TraceStoreService:
                 yield encoded
         finally:
             await asyncio.wait([made])  # it reads from files that the caller closes next
+
+    async def _name_stored(self, opened: Read, run: str, context: Any) -> None:
+        messages, size, rows = await read.on_thread(read.stored_frames, opened, self._engine.sites(run))
+        self._metrics.read_bytes.inc(size)
+        self._metrics.read_rows.inc(rows)
+        for encoded in messages:
+            await send_bounded(context, encoded)
 
     async def _read_into_arena(self, opened: Read, request: Any) -> AsyncGenerator[bytes, None]:
         arena = self._arenas.whole(request.target.arena)
@@ -277,6 +288,7 @@ class TraceStoreService:
         del request
         try:
             usage = await asyncio.to_thread(self._engine.usage)
+            identity = await asyncio.to_thread(directory_identity, self._engine.root)
         except OSError as error:
             raise StorageFailed(f"the data disk cannot be asked, cause={error.strerror}") from error
         return service_pb2.StatusResponse(
@@ -297,6 +309,7 @@ class TraceStoreService:
             upload_lag_seconds=round(usage.tier.lag_s, 3),
             object_store_error=usage.tier.error,
             remote_segments=usage.tier.remote_segments,
+            data_directory=identity,
         )
 
 

@@ -31,6 +31,13 @@ class LocalSource:
         self.name = name
         self.descriptor = open_descriptor(path, name)
 
+    @classmethod
+    def of(cls, descriptor: int, name: str) -> LocalSource:
+        """Over a descriptor, which the source closes."""
+        source = cls.__new__(cls)
+        source.name, source.descriptor = name, descriptor
+        return source
+
     def size(self) -> int:
         try:
             return os.fstat(self.descriptor).st_size
@@ -52,6 +59,12 @@ class LocalSource:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+
+
+def directory_identity(path: str | os.PathLike[str]) -> str:
+    """Device and inode number of a directory, the same for every process of the host that sees it. Raises OSError."""
+    found = os.stat(path)
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def open_descriptor(path: str | os.PathLike[str], name: str) -> int:

@@ -175,7 +175,7 @@ class ReadTarget(_message.Message):
     def __init__(self, arena: _Optional[bytes] = ..., rows: _Optional[int] = ..., codes_offsets: _Optional[_Iterable[int]] = ..., scales_offsets: _Optional[_Iterable[int]] = ..., tensor_scales_offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadRequest(_message.Message):
-    __slots__ = ("run", "partition", "spans", "sites", "include_open", "policy_version_min", "target")
+    __slots__ = ("run", "partition", "spans", "sites", "include_open", "policy_version_min", "target", "name_stored")
     RUN_FIELD_NUMBER: _ClassVar[int]
     PARTITION_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +183,7 @@ class ReadRequest(_message.Message):
     INCLUDE_OPEN_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    NAME_STORED_FIELD_NUMBER: _ClassVar[int]
     run: str
     partition: str
     spans: _containers.RepeatedCompositeFieldContainer[_record_pb2.TokenSpan]
@@ -190,7 +191,8 @@ class ReadRequest(_message.Message):
     include_open: bool
     policy_version_min: int
     target: ReadTarget
-    def __init__(self, run: _Optional[str] = ..., partition: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[_record_pb2.TokenSpan, _Mapping]]] = ..., sites: _Optional[_Iterable[int]] = ..., include_open: bool = ..., policy_version_min: _Optional[int] = ..., target: _Optional[_Union[ReadTarget, _Mapping]] = ...) -> None: ...
+    name_stored: bool
+    def __init__(self, run: _Optional[str] = ..., partition: _Optional[str] = ..., spans: _Optional[_Iterable[_Union[_record_pb2.TokenSpan, _Mapping]]] = ..., sites: _Optional[_Iterable[int]] = ..., include_open: bool = ..., policy_version_min: _Optional[int] = ..., target: _Optional[_Union[ReadTarget, _Mapping]] = ..., name_stored: bool = ...) -> None: ...
 
 class MissingRows(_message.Message):
     __slots__ = ("span", "site", "start", "stop", "reason")
@@ -207,22 +209,55 @@ class MissingRows(_message.Message):
     def __init__(self, span: _Optional[int] = ..., site: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., reason: _Optional[_Union[MissingReason, str]] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
+<<<<<<< HEAD
     __slots__ = ("sites", "dest_rows", "rows", "policy_versions", "missing", "attempts", "versions")
+=======
+    __slots__ = ("sites", "dest_rows", "rows", "policy_versions", "missing", "stored")
+>>>>>>> main
     SITES_FIELD_NUMBER: _ClassVar[int]
     DEST_ROWS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+<<<<<<< HEAD
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+=======
+    STORED_FIELD_NUMBER: _ClassVar[int]
+>>>>>>> main
     sites: _containers.RepeatedScalarFieldContainer[int]
     dest_rows: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
     policy_versions: _containers.RepeatedScalarFieldContainer[int]
     missing: _containers.RepeatedCompositeFieldContainer[MissingRows]
+<<<<<<< HEAD
     attempts: _containers.RepeatedScalarFieldContainer[int]
     versions: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, sites: _Optional[_Iterable[int]] = ..., dest_rows: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., policy_versions: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[_Union[MissingRows, _Mapping]]] = ..., attempts: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+=======
+    stored: StoredPieces
+    def __init__(self, sites: _Optional[_Iterable[int]] = ..., dest_rows: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., policy_versions: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[_Union[MissingRows, _Mapping]]] = ..., stored: _Optional[_Union[StoredPieces, _Mapping]] = ...) -> None: ...
+
+class StoredPieces(_message.Message):
+    __slots__ = ("segments", "segment", "index_rows", "sites", "skip", "rows", "dest_rows", "spans")
+    SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    INDEX_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SITES_FIELD_NUMBER: _ClassVar[int]
+    SKIP_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DEST_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
+    segments: _containers.RepeatedScalarFieldContainer[str]
+    segment: _containers.RepeatedScalarFieldContainer[int]
+    index_rows: _containers.RepeatedScalarFieldContainer[int]
+    sites: _containers.RepeatedScalarFieldContainer[int]
+    skip: _containers.RepeatedScalarFieldContainer[int]
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    dest_rows: _containers.RepeatedScalarFieldContainer[int]
+    spans: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, segments: _Optional[_Iterable[str]] = ..., segment: _Optional[_Iterable[int]] = ..., index_rows: _Optional[_Iterable[int]] = ..., sites: _Optional[_Iterable[int]] = ..., skip: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., dest_rows: _Optional[_Iterable[int]] = ..., spans: _Optional[_Iterable[int]] = ...) -> None: ...
+>>>>>>> main
 
 class ReadResponse(_message.Message):
     __slots__ = ("header", "payload")
@@ -310,7 +345,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("server", "version", "runs", "partitions", "trajectories", "records", "disk_bytes", "disk_free_bytes", "queued_bytes", "write_refusal", "disk_state", "object_store", "upload_queue_segments", "upload_queue_bytes", "upload_lag_seconds", "object_store_error", "remote_segments")
+    __slots__ = ("server", "version", "runs", "partitions", "trajectories", "records", "disk_bytes", "disk_free_bytes", "queued_bytes", "write_refusal", "disk_state", "object_store", "upload_queue_segments", "upload_queue_bytes", "upload_lag_seconds", "object_store_error", "remote_segments", "data_directory")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
@@ -328,6 +363,7 @@ class StatusResponse(_message.Message):
     UPLOAD_LAG_SECONDS_FIELD_NUMBER: _ClassVar[int]
     OBJECT_STORE_ERROR_FIELD_NUMBER: _ClassVar[int]
     REMOTE_SEGMENTS_FIELD_NUMBER: _ClassVar[int]
+    DATA_DIRECTORY_FIELD_NUMBER: _ClassVar[int]
     server: str
     version: str
     runs: int
@@ -345,4 +381,5 @@ class StatusResponse(_message.Message):
     upload_lag_seconds: float
     object_store_error: str
     remote_segments: int
-    def __init__(self, server: _Optional[str] = ..., version: _Optional[str] = ..., runs: _Optional[int] = ..., partitions: _Optional[int] = ..., trajectories: _Optional[int] = ..., records: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_free_bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., write_refusal: _Optional[str] = ..., disk_state: _Optional[str] = ..., object_store: _Optional[str] = ..., upload_queue_segments: _Optional[int] = ..., upload_queue_bytes: _Optional[int] = ..., upload_lag_seconds: _Optional[float] = ..., object_store_error: _Optional[str] = ..., remote_segments: _Optional[int] = ...) -> None: ...
+    data_directory: str
+    def __init__(self, server: _Optional[str] = ..., version: _Optional[str] = ..., runs: _Optional[int] = ..., partitions: _Optional[int] = ..., trajectories: _Optional[int] = ..., records: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_free_bytes: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., write_refusal: _Optional[str] = ..., disk_state: _Optional[str] = ..., object_store: _Optional[str] = ..., upload_queue_segments: _Optional[int] = ..., upload_queue_bytes: _Optional[int] = ..., upload_lag_seconds: _Optional[float] = ..., object_store_error: _Optional[str] = ..., remote_segments: _Optional[int] = ..., data_directory: _Optional[str] = ...) -> None: ...
