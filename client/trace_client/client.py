@@ -8,11 +8,8 @@ reader = client.reader("run", "step-1")
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 import logging
-=======
 import os
->>>>>>> main
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType

@@ -153,12 +153,8 @@ class Reader:
                 slices = [positions[number] for number in header.sites]
             except KeyError:
                 raise DataLoss("a read message names a site that was not asked for") from None
-<<<<<<< HEAD
-            place(batch, sites, header.dest_rows, header.rows, payload)
-            self._note(batch, wanted, header)
-=======
             place(batch, slices, header.dest_rows, header.rows, payload)
-            batch.missing.extend(self._missing(wanted, header))
+            self._note(batch, wanted, header)
             if header.HasField("stored"):
                 named.append(header.stored)
         return named
@@ -171,23 +167,20 @@ class Reader:
     def _fill_again(
         self, batch: Microbatch, wanted: Sequence[TokenSpan], again: set[Piece], options: dict[str, Any]
     ) -> None:
-        """Ask the server for what could not be read in its data directory: it has other copies, or knows why not."""
-        positions = self._positions(batch)
-        spans_of: dict[int, list[int]] = {}
-        for number, site in sorted(again):
-            span = wanted[number]
+        """Ask the server for what could not be read in its data directory: it has other copies, or knows why not.
+
+        For whole trajectories: a newer attempt may have been sealed meanwhile, and rows of two must not mix.
+        """
+        names = {wanted[number].trajectory for number, _ in again}
+        spans = [span for span in wanted if span.trajectory in names]
+        for span in spans:
             rows = slice(span.dest_row, span.dest_row + span.tokens)
-            batch.all_valid[positions[site], rows] = False
-            batch.tensor_scales[self.sites[site]][rows] = np.nan
-            spans_of.setdefault(site, []).append(number)
-        groups: dict[tuple[int, ...], list[Site]] = {}
-        for site, numbers in spans_of.items():
-            groups.setdefault(tuple(numbers), []).append(self.sites[site])
-        for spans, sites in groups.items():
-            self._fill(batch, [wanted[number] for number in spans], sites, options, False)
-        if groups:
-            batch.missing[:] = dict.fromkeys(batch.missing)  # gaps beside such rows were reported before
->>>>>>> main
+            batch.all_valid[:, rows] = False
+            for tensors in batch.tensor_scales.values():
+                tensors[rows] = np.nan
+        batch.missing[:] = [rows for rows in batch.missing if rows.trajectory not in names]
+        if spans:
+            self._fill(batch, spans, batch.layout.sites, options, False)
 
     def _read_arena(
         self, batch: Microbatch, wanted: Sequence[TokenSpan], arena: Arena, options: dict[str, Any]
@@ -213,12 +206,8 @@ class Reader:
                 rows = slice(missing.start + shift, missing.stop + shift)
                 batch.all_valid[positions[missing.site], rows] = False
                 batch.tensor_scales[self.sites[missing.site]][rows] = np.nan
-<<<<<<< HEAD
             self._note(batch, wanted, header)
-=======
-            batch.missing.extend(self._missing(wanted, header))
         self._fill_again(batch, wanted, again, options)
->>>>>>> main
         return batch
 
     def _positions(self, batch: Microbatch) -> dict[int, int]:

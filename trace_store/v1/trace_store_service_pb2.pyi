@@ -209,34 +209,24 @@ class MissingRows(_message.Message):
     def __init__(self, span: _Optional[int] = ..., site: _Optional[int] = ..., start: _Optional[int] = ..., stop: _Optional[int] = ..., reason: _Optional[_Union[MissingReason, str]] = ...) -> None: ...
 
 class ReadHeader(_message.Message):
-<<<<<<< HEAD
-    __slots__ = ("sites", "dest_rows", "rows", "policy_versions", "missing", "attempts", "versions")
-=======
-    __slots__ = ("sites", "dest_rows", "rows", "policy_versions", "missing", "stored")
->>>>>>> main
+    __slots__ = ("sites", "dest_rows", "rows", "policy_versions", "missing", "stored", "attempts", "versions")
     SITES_FIELD_NUMBER: _ClassVar[int]
     DEST_ROWS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
     POLICY_VERSIONS_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
-<<<<<<< HEAD
+    STORED_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
-=======
-    STORED_FIELD_NUMBER: _ClassVar[int]
->>>>>>> main
     sites: _containers.RepeatedScalarFieldContainer[int]
     dest_rows: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedScalarFieldContainer[int]
     policy_versions: _containers.RepeatedScalarFieldContainer[int]
     missing: _containers.RepeatedCompositeFieldContainer[MissingRows]
-<<<<<<< HEAD
+    stored: StoredPieces
     attempts: _containers.RepeatedScalarFieldContainer[int]
     versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sites: _Optional[_Iterable[int]] = ..., dest_rows: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., policy_versions: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[_Union[MissingRows, _Mapping]]] = ..., attempts: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
-=======
-    stored: StoredPieces
-    def __init__(self, sites: _Optional[_Iterable[int]] = ..., dest_rows: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., policy_versions: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[_Union[MissingRows, _Mapping]]] = ..., stored: _Optional[_Union[StoredPieces, _Mapping]] = ...) -> None: ...
+    def __init__(self, sites: _Optional[_Iterable[int]] = ..., dest_rows: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., policy_versions: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[_Union[MissingRows, _Mapping]]] = ..., stored: _Optional[_Union[StoredPieces, _Mapping]] = ..., attempts: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StoredPieces(_message.Message):
     __slots__ = ("segments", "segment", "index_rows", "sites", "skip", "rows", "dest_rows", "spans")
@@ -257,7 +247,6 @@ class StoredPieces(_message.Message):
     dest_rows: _containers.RepeatedScalarFieldContainer[int]
     spans: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, segments: _Optional[_Iterable[str]] = ..., segment: _Optional[_Iterable[int]] = ..., index_rows: _Optional[_Iterable[int]] = ..., sites: _Optional[_Iterable[int]] = ..., skip: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[int]] = ..., dest_rows: _Optional[_Iterable[int]] = ..., spans: _Optional[_Iterable[int]] = ...) -> None: ...
->>>>>>> main
 
 class ReadResponse(_message.Message):
     __slots__ = ("header", "payload")
