@@ -24,12 +24,11 @@ from trace_client.microbatch import (
     view_microbatch,
 )
 from trace_client.prefetch import Prefetch
-from trace_client.segment_files import Piece
 from trace_store import wire
 from trace_store.errors import DataLoss, InvalidRequest
 from trace_store.limits import POLICY_VERSION_MAX, SPANS_MAX
-from trace_store.planner import ReadPlan
 from trace_store.record import Site, TokenSpan, check_int, check_name
+from trace_store.segment_directory import StoredRows
 from trace_store.v1 import record_pb2
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
@@ -124,15 +123,13 @@ class Reader:
         }
         named = self._fill(batch, wanted, batch.layout.sites, options, self._channel.files() is not None)
         positions = self._positions(batch)
-        again: set[Piece] = set()
+        again: set[int] = set()
         for stored in named:
-            plan, failed = self._read_stored(batch, stored)
-            for number, site, start, rows in zip(
-                plan.span.tolist(), plan.site.tolist(), plan.dest_row.tolist(), plan.rows.tolist(), strict=True
-            ):
-                if (number, site) not in failed:
-                    batch.all_valid[positions[site], start : start + rows] = True
-            again |= failed
+            rows, failed = self._read_stored(batch, stored)
+            columns = (rows.site.tolist(), rows.dest_row.tolist(), rows.rows.tolist())
+            for site, start, count in zip(*columns, strict=True):
+                batch.all_valid[positions[site], start : start + count] = True
+            again.update(failed)
         self._fill_again(batch, wanted, again, options)
 
     def _fill(
@@ -159,19 +156,19 @@ class Reader:
                 named.append(header.stored)
         return named
 
-    def _read_stored(self, batch: Microbatch, stored: Any) -> tuple[ReadPlan, set[Piece]]:
+    def _read_stored(self, batch: Microbatch, stored: Any) -> tuple[StoredRows, list[int]]:
         files = self._channel.files()
         assert files is not None
         return files.read(self.run, self.partition, self.sites, batch, stored)
 
     def _fill_again(
-        self, batch: Microbatch, wanted: Sequence[TokenSpan], again: set[Piece], options: dict[str, Any]
+        self, batch: Microbatch, wanted: Sequence[TokenSpan], again: set[int], options: dict[str, Any]
     ) -> None:
         """Ask the server for what could not be read in its data directory: it has other copies, or knows why not.
 
         For whole trajectories: a newer attempt may have been sealed meanwhile, and rows of two must not mix.
         """
-        names = {wanted[number].trajectory for number, _ in again}
+        names = {wanted[number].trajectory for number in again}
         spans = [span for span in wanted if span.trajectory in names]
         for span in spans:
             rows = slice(span.dest_row, span.dest_row + span.tokens)
@@ -197,10 +194,10 @@ class Reader:
         for span in wanted:
             batch.all_valid[:, span.dest_row : span.dest_row + span.tokens] = True
         positions = self._positions(batch)
-        again: set[Piece] = set()
+        again: set[int] = set()
         for header in headers:
             if header.HasField("stored"):
-                again |= self._read_stored(batch, header.stored)[1]
+                again.update(self._read_stored(batch, header.stored)[1])
             for missing in header.missing:
                 shift = wanted[missing.span].dest_row - wanted[missing.span].start
                 rows = slice(missing.start + shift, missing.stop + shift)

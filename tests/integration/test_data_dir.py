@@ -17,6 +17,7 @@ from trace_client.microbatch import Buffers
 from trace_client.segment_files import SegmentFiles
 from trace_store.errors import InvalidRequest
 from trace_store.segment.reader import open_sealed
+from trace_store.segment_directory import SegmentDirectory
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 TRAJECTORIES, TOKENS = 6, 40
@@ -75,9 +76,9 @@ def read_there(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     read = SegmentFiles.read
 
     def spy(self: SegmentFiles, *arguments: Any) -> Any:
-        plan, again = read(self, *arguments)
-        seen.append((len(plan.row), len(again)))
-        return plan, again
+        rows, again = read(self, *arguments)
+        seen.append((len(rows.row), len(again)))
+        return rows, again
 
     monkeypatch.setattr(SegmentFiles, "read", spy)
     return seen
@@ -168,7 +169,7 @@ def test_what_the_client_cannot_open_comes_from_the_server(
         def refuse(*arguments: Any) -> Any:
             raise PermissionError(13, "permission denied")
 
-        monkeypatch.setattr(SegmentFiles, "_open", refuse)
+        monkeypatch.setattr(SegmentDirectory, "_open", refuse)
         assert_same(plain.reader("r", "p").read(spans), client.reader("r", "p").read(spans))
         assert "came from the server" in client.describe()["reads_reason"]
     assert [pieces > 0 and again > 0 for pieces, again in read_there] == [True]
