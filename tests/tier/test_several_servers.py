@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.tier.conftest import PARTITION, RUN, SITES, TABLE, Sidecar
 from trace_store import TokenSpan
 from trace_store.errors import Conflict, Incomplete, Sealed, StaleAttempt
+from trace_store.storage.s3 import ObjectStore
 from trace_store.testing.reads import read_slices
 from trace_store.testing.records import make_chunk, make_rows
 
@@ -298,12 +300,21 @@ class Machine(RuleBasedStateMachine):
         assert content(self.servers["a"], "always") == (expected("always", seed=7), set())
 
 
-def test_any_order_of_operations(sidecar: Make, tmp_path: Any, store: Any) -> None:
+def check_any_order(sidecar: Make, tmp_path: Path, store: ObjectStore, examples: int, steps: int) -> None:
+    """Run the machine; its servers' directories and objects go before each example."""
+
     def wipe() -> None:
         store.delete([info.key for info in store.listing("")])
         for directory in tmp_path.iterdir():
             shutil.rmtree(directory)
 
     Machine.make, Machine.wipe = sidecar, wipe
-    checks = settings(max_examples=20, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck))
-    run_state_machine_as_test(Machine, settings=checks)
+    health = list(HealthCheck)
+    options = settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=health, database=None
+    )
+    run_state_machine_as_test(Machine, settings=options)
+
+
+def test_any_order_of_operations(sidecar: Make, tmp_path: Path, store: ObjectStore) -> None:
+    check_any_order(sidecar, tmp_path, store, 20, 20)
