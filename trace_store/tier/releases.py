@@ -1,8 +1,9 @@
 """Delete the objects of released partitions, whatever happens meanwhile.
 
 The partition is gone from the catalog and its directory is renamed before this begins; the directory names the objects
-and is deleted after them, so that a restart finds what is left to do. What was written anew under the same name is
-spared: it is in the catalog, or, if another server wrote it, younger than the release.
+and is deleted after them, so that a restart finds what is left to do. A release speaks of what was listed for it. Where
+the store could not be listed then, what is older than the release goes too, by a margin: clocks differ, and what
+another server wrote anew under the same name must stay.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from trace_store.tier.bucket import BucketView
 from trace_store.tier.layout import Place, object_key, place_prefix
 from trace_store.tier.uploader import Uploader
 from trace_store.volume import Volume
+
+CLOCK_MARGIN_S = 60.0
+"""Objects count as older than a release by the store's clock, which has seconds and may be behind ours."""
 
 
 class Releases:
@@ -54,10 +58,11 @@ class Releases:
                 self.start((run, partition), note.parent, keys)
 
     def _delete_objects(self, place: Place, keys: list[str], released_at: float) -> None:
-        """Also those that another server had added until then."""
+        """Also those that were surely there before, though nobody here had seen them."""
         with self._volume.lock:
             alive = self._volume.segment_names(*place)
-        listed = [info.key for info in self._store.listing(place_prefix(place)) if info.modified <= released_at]
+        surely = released_at - CLOCK_MARGIN_S
+        listed = [info.key for info in self._store.listing(place_prefix(place)) if info.modified <= surely]
         doomed = sorted({key for key in (*keys, *listed) if _name(key) not in alive})
         self._store.delete(doomed)
         self._view.remove(place, map(_name, doomed))
