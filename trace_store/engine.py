@@ -238,10 +238,18 @@ class Engine:
         return read
 
     def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> Future[int]:
-        """Forget trajectories, or the whole partition; the future gives how many were there, once that is durable."""
+        """Forget trajectories, or the whole partition; the future gives how many were there, once that is durable.
+
+        Raises:
+            NotFound: unknown run.
+            StorageFailed: they may be in an object store that has not answered since the start.
+        """
         names = None if trajectories is None else tuple(check_name(t, "trajectory") for t in trajectories)
         if self._tier is not None:
-            self._tier.look_now(self._find(run), check_name(partition, "partition"))
+            seen = self._tier.look_now(self._find(run), check_name(partition, "partition"))
+            # Objects of a partition are found once the store answers; which rows a trajectory has there nobody knows.
+            if not self._tier.joined and (names is not None or not self._partition(run, partition).segments):
+                raise StorageFailed(f"what is in the object store cannot be released now: {seen.failure}")
         command = ReleaseCommand(self._partition(run, partition), names)
         self._shard.submit(command)
         return command.future

@@ -18,6 +18,7 @@ def tier_gauges(tier: TierStatus) -> tuple[tuple[str, str, float], ...]:
         ("upload_lag_seconds", "How long the oldest segment has been waiting for its upload", tier.lag_s),
         ("upload_stuck_segments", "Waiting segments whose upload failed many times in a row", tier.stuck),
         ("object_store_failing", "1 while the object store does not answer as it should", int(bool(tier.error))),
+        ("object_store_joined", "1 once the object store has answered since the start", int(tier.joined)),
         ("remote_segments", "Segments in the catalog that are only in the object store", tier.remote_segments),
     )
 

@@ -46,7 +46,7 @@ def test_a_store_that_is_not_there_is_said_so(tmp_path: Path, monkeypatch: pytes
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{held.getsockname()[1]}")
-        monkeypatch.setattr("trace_store.tier.tier.START_WAIT_S", 0.0)
+        monkeypatch.setattr("trace_store.tier.joining.START_WAIT_S", 0.0)
         with pytest.raises(OSError, match=re.escape(url)):
             Engine(tmp_path, objects=ObjectStore(url, QUICK))
 

@@ -6,6 +6,10 @@
     uploaded and vanished           released by another server: asked for by name, then dropped here too
 
 The index of a remote segment is loaded at the first read of its partition.
+
+A directory that was used with the bucket before is served while the bucket does not answer at start: what is on the
+disk can be read and written, nothing is uploaded or evicted, and rows that may be in the bucket are missing because of
+the store and not for good. ``joining`` tries until it answers. A directory that never saw its bucket gives up.
 """
 
 from __future__ import annotations
@@ -21,16 +25,17 @@ from pathlib import Path
 from trace_store.attempt import Segment
 from trace_store.catalog import Partition, Run
 from trace_store.errors import StorageFailed
-from trace_store.naming import MANIFEST_PREFIX, directory_name
+from trace_store.naming import MANIFEST_PREFIX, RELEASED_OBJECTS, directory_name
 from trace_store.segment.schema import SEALED_SUFFIX
-from trace_store.storage.s3 import CredentialsRefused, ObjectSource, ObjectStore
+from trace_store.storage.s3 import ObjectSource, ObjectStore
 from trace_store.storage.selfcheck import Capabilities, check_backend
 from trace_store.tier.bucket import BucketView
 from trace_store.tier.cache import LocalCache
 from trace_store.tier.follower import Follower
+from trace_store.tier.joining import Joining
 from trace_store.tier.layout import Place, object_key, partition_place, place_of
 from trace_store.tier.loading import Loader
-from trace_store.tier.marks import BucketIdentity, mark_uploaded
+from trace_store.tier.marks import IDENTITY_FILE, BucketIdentity, mark_uploaded
 from trace_store.tier.releases import Releases
 from trace_store.tier.uploader import Upload, Uploader
 from trace_store.volume import Volume
@@ -41,14 +46,13 @@ REFRESH_S = 30.0
 """How often the whole bucket is listed: new segments of loaded partitions appear, released ones vanish, at most this
 late. 1,000 names a request, so 10,000 segments are 10 requests."""
 
+JOIN_RETRY_S = 5.0
+
 READ_THREADS = 16
 """Round trips of all reads at once, of up to 8 MiB each."""
 
 RELIST_S = 2.0
 """A read that misses lists its partition again at most this often."""
-
-START_WAIT_S = 30.0
-"""Longest wait for an object store that does not answer at start; then the server gives up and says why."""
 
 CLOSE_UPLOAD_S = 10.0
 """Longest wait at a clean stop for what is not uploaded yet."""
@@ -75,6 +79,7 @@ class TierStatus:
     evicted: int = 0
     evicted_bytes: int = 0
     vanished: int = 0
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,36 +94,61 @@ class ObjectTier:
     """See the module. The engine's keeper calls ``tick``; listing the bucket has a thread of its own."""
 
     def __init__(self, volume: Volume, store: ObjectStore, clock: Callable[[], float] = time.monotonic) -> None:
-        """Check the backend, list it, compare it with the disk and start uploading.
+        """Check the backend, list it, compare it with the disk and start uploading; later, if it does not answer now.
 
         Raises:
             Unsupported: the backend lacks what is needed.
-            StorageFailed: it cannot be reached.
+            StorageFailed: it refuses the credentials, or cannot be reached and the directory never saw it.
         """
         self._volume, self._store, self._clock = volume, store, clock
-        self.capabilities: Capabilities = _reach(store)
-        identity = BucketIdentity(volume.root, store)
+        self.capabilities = Capabilities(create_once=False)
         self.view = BucketView(store, clock)
-        self.view.refresh()
         self.loader = Loader(volume, self.view)
         self.cache = LocalCache(volume, store)
         self.read_pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="trace-store-ahead")
         self._uploader = Uploader(store, self.capabilities.create_once, clock)
         self._releases = Releases(volume, store, self.view, self._uploader)
-        self._follower = Follower(volume, self.view, self.loader, identity)
+        self._follower: Follower | None = None
         self._queued: set[Path] = set()
+        self._released_meanwhile: list[tuple[Place, Path, list[str], int]] = []
         self._evicted = self._evicted_bytes = 0
         self._unreachable = ""
         self._stop = threading.Event()
         volume.objects = self
-        self._follower.compare()
-        self._releases.resume()
-        self.tick()
+        self._joining = Joining(self._ask, self._enter)
+        try:
+            self._joining.begin(known=(volume.root / IDENTITY_FILE).exists())
+        except BaseException:
+            self._shut_down()
+            raise
         threading.Thread(target=self._follow, name="trace-store-follow", daemon=True).start()
+
+    @property
+    def joined(self) -> bool:
+        """Whether the bucket has answered since the start."""
+        return self._joining.done
+
+    def _ask(self) -> Capabilities:
+        """Whether the backend answers and does what is needed. Raises StorageFailed, Unsupported."""
+        return check_backend(self._store)
+
+    def _enter(self, capabilities: Capabilities) -> None:
+        """Compare bucket and disk, which may be in use already. Raises StorageFailed."""
+        identity = BucketIdentity(self._volume.root, self._store)
+        self.view.refresh()
+        self.capabilities = capabilities
+        self._uploader.create_once = capabilities.create_once
+        follower = Follower(self._volume, self.view, self.loader, identity)
+        follower.compare()
+        self._follower = follower
+        for place, directory, keys, size in self._released_meanwhile:
+            if not (directory / RELEASED_OBJECTS).exists():
+                self._releases.start(place, directory, keys, size)
+        self._releases.resume()
         log.info(
             "object store %s: ranges yes, create once %s, runs=%d partitions=%d",
-            store.url,
-            "yes" if self.capabilities.create_once else "no (names are asked for first)",
+            self._store.url,
+            "yes" if capabilities.create_once else "no (names are asked for first)",
             len(self.view.run_places()),
             len(self.view.places()),
         )
@@ -126,9 +156,13 @@ class ObjectTier:
     def close(self) -> None:
         """Give what waits CLOSE_UPLOAD_S, then stop."""
         self._stop.set()
+        self._joining.close()
         self.tick()
         if not self._uploader.drain(CLOSE_UPLOAD_S):
             log.warning("stopped with segments not uploaded, count=%d", self._uploader.counts().waiting)
+        self._shut_down()
+
+    def _shut_down(self) -> None:
         self._uploader.close()
         self.loader.close()
         self.cache.close()
@@ -150,13 +184,14 @@ class ObjectTier:
             waiting_bytes=counts.waiting_bytes,
             lag_s=max(self._clock() - counts.oldest_sealed_at, 0.0) if counts.waiting else 0.0,
             stuck=counts.stuck,
-            error=counts.last_error or self._unreachable,
+            error=counts.last_error or self._not_joined or self._unreachable,
             remote_segments=remote,
             cached=self.cache.fetched,
             cached_bytes=self.cache.fetched_bytes,
             evicted=self._evicted,
             evicted_bytes=self._evicted_bytes,
-            vanished=self._follower.vanished,
+            vanished=self._follower.vanished if self._follower is not None else 0,
+            joined=self.joined,
         )
 
     # -- what the volume asks (trace_store.volume.Objects)
@@ -170,7 +205,13 @@ class ObjectTier:
         return [object_key(place, name) for name in sorted(names.union(self.view.objects(place)))]
 
     def released(self, partition: Partition, directory: Path, keys: list[str]) -> None:
-        self._releases.start(partition_place(partition), directory, keys, partition.disk_bytes)
+        place, size = partition_place(partition), partition.disk_bytes
+        if self.joined:
+            self._releases.start(place, directory, keys, size)
+            return
+        # The directory and the note in it stay until the objects are gone; its segments need not fill the disk.
+        self._released_meanwhile.append((place, directory, keys, 0))
+        self._volume.deleter.submit(f"{directory.name} segments", lambda: _strip(directory), size)
 
     def release_place(self, place: Place) -> None:
         """Release a partition that is only in the bucket and not in the catalog."""
@@ -180,6 +221,8 @@ class ObjectTier:
 
     def tick(self) -> None:
         """Queue what was sealed since the last call."""
+        if not self.joined:
+            return
         with self._volume.lock:
             for run in self._volume.runs.values():
                 self._queue_manifests(run)
@@ -226,6 +269,8 @@ class ObjectTier:
     def run(self, name: str) -> Run | None:
         """A run of the catalog or the bucket. Raises StorageFailed."""
         run = self.loader.run(name)
+        if run is None:
+            self._check_joined()
         if run is None and self.view.refresh_place((directory_name(name), ""), RELIST_S):
             run = self.loader.run(name)
         return run
@@ -240,6 +285,7 @@ class ObjectTier:
 
     def ensure_all(self, run: Run) -> None:
         """Load every partition of a run, for a listing. Raises StorageFailed."""
+        self._check_joined()
         self.loader.load_run(run)
 
     def look_now(self, run: Run, partition: str) -> Loaded:
@@ -248,15 +294,18 @@ class ObjectTier:
 
     def _load(self, run: Run, place: Place, relist_s: float | None = None) -> Loaded:
         try:
+            self._check_joined()
             if relist_s is not None:
                 self.view.refresh_place(place, relist_s)
             return Loaded(self.loader.load(run, place) if self.loader.missing(place) else 0, "")
         except StorageFailed as error:
-            self._unreachable = str(error)
+            if self.joined:
+                self._unreachable = str(error)
             return Loaded(0, str(error))
 
     def find_runs(self) -> None:
         """Enter every run of the bucket in the catalog. Raises StorageFailed."""
+        self._check_joined()
         with self._volume.lock:
             known = {run.directory.name for run in self._volume.runs.values()}
         for directory in self.view.run_places():
@@ -265,23 +314,34 @@ class ObjectTier:
 
     # -- others' changes
 
+    @property
+    def _not_joined(self) -> str:
+        return "" if self.joined else f"the object store has not answered since the start: {self._joining.failure}"
+
+    def _check_joined(self) -> None:
+        if not self.joined:
+            raise StorageFailed(self._not_joined)
+
     def _follow(self) -> None:
-        while not self._stop.wait(REFRESH_S):
+        while not self._stop.wait(REFRESH_S if self.joined else JOIN_RETRY_S):
             try:
                 self.follow()
             except Exception:
                 log.exception("following the bucket failed, tried again")
 
     def follow(self) -> None:
-        """Follow what other servers do, now."""
-        self._unreachable = self._follower.follow()
+        """Follow what other servers do, now; join the bucket, if it did not answer at the start."""
+        if not self.joined:
+            self._joining.try_again()
+        if self._follower is not None and self.joined:
+            self._unreachable = self._follower.follow()
 
     # -- eviction
 
     def evict(self, segment: Segment) -> int:
         """Remove the local file of an uploaded segment. Returns the bytes freed; 0 if it may not be evicted now."""
         with self._volume.lock:
-            if not (segment.local and segment.uploaded):
+            if not (segment.local and segment.uploaded and self.joined):
                 return 0
             freed, segment.local, segment.object_bytes = segment.disk_bytes, False, segment.disk_bytes
             segment.disk_bytes = 0
@@ -291,19 +351,11 @@ class ObjectTier:
         return freed
 
 
-def _reach(store: ObjectStore) -> Capabilities:
-    """Check the backend; one that is still starting gets START_WAIT_S."""
-    limit = time.monotonic() + START_WAIT_S
-    while True:
-        try:
-            return check_backend(store)
-        except CredentialsRefused:
-            raise
-        except StorageFailed as error:
-            if time.monotonic() >= limit:
-                raise
-            log.warning("waiting for the object store: %s", error)
-            time.sleep(1.0)
+def _strip(directory: Path) -> None:
+    """Delete the segments of a released partition and leave the note of its objects."""
+    for path in directory.iterdir() if directory.exists() else ():
+        if path.name != RELEASED_OBJECTS:
+            path.unlink()
 
 
 def segments_of(run: Run) -> list[Segment]:

@@ -76,12 +76,16 @@ class _Due:
 
 
 class Uploader:
-    """Worker threads over queues by place. Thread-safe."""
+    """Worker threads over queues by place. Thread-safe.
+
+    Attributes:
+        create_once: whether the store refuses a second object of a name; without it every upload asks first.
+    """
 
     def __init__(
         self, store: ObjectStore, create_once: bool, clock: Callable[[], float] = time.monotonic, workers: int = WORKERS
     ) -> None:
-        self._store, self._create_once, self._clock = store, create_once, clock
+        self._store, self.create_once, self._clock = store, create_once, clock
         self._queues: dict[Place, deque[Upload]] = {}
         self._due: list[_Due] = []
         self._wake = threading.Condition()
@@ -203,7 +207,7 @@ class Uploader:
                 f"a segment cannot be read, segment={upload.path.name} cause={error.strerror}"
             ) from error
         upload.size = len(content)
-        if (upload.unsure or not self._create_once) and self._is_there(upload, content):
+        if (upload.unsure or not self.create_once) and self._is_there(upload, content):
             return
         try:
             self._store.put(upload.key, content)
