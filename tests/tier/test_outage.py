@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 import trace_client
-from tests.tier.conftest import PARTITION, RUN, S3Server, Sidecar, eventually
+from tests.tier.conftest import PARTITION, RUN, TABLE, S3Server, Sidecar, eventually
 from tests.tier.test_reading import segment_keys
-from trace_store.errors import StorageFailed
+from trace_store.errors import Incomplete, StorageFailed
 from trace_store.storage.s3 import CredentialsRefused, ObjectStore
+from trace_store.testing.records import make_chunk
 from trace_store.tier.marks import IDENTITY_FILE
 
 Make = Callable[..., Sidecar]
@@ -226,3 +227,26 @@ def test_the_server_says_that_it_has_not_joined(
         eventually(lambda: gauge() == 1, "join")
         eventually(lambda: not client.status()["object_store_error"], "end of the error")
     assert "until it answers" in Path(server.log).read_text()
+
+
+def test_a_trajectory_whose_beginning_is_in_the_bucket_alone_is_sealed_after_the_join(
+    sidecar: Make, s3: S3Server
+) -> None:
+    first = sidecar("a")
+    first.write("t", 20, seal=False)
+    first.upload()
+    evict_all(first, PARTITION)
+    first.engine.close()
+    s3.kill()
+    again = sidecar("a")
+    again.engine.append(RUN, PARTITION, make_chunk(RUN, PARTITION, TABLE, "t", 20, 40)).result(30)
+    with pytest.raises(Incomplete):
+        again.engine.seal(RUN, PARTITION, "t", tokens=41, prompt_tokens=0).result(30)
+    s3.start()
+    eventually(lambda: joined(again), "join")
+    again.engine.prepare(RUN, PARTITION)
+    again.engine.seal(RUN, PARTITION, "t", tokens=41, prompt_tokens=0).result(30)
+    again.upload()
+    rows = again.read("t")
+    assert rows[1] == set()
+    assert sidecar("b").read("t") == rows
