@@ -7,6 +7,7 @@ what a broken stream left unanswered again over a new one. ``broken`` says why a
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,11 @@ from trace_store.v1 import trace_store_service_pb2 as service_pb2
 BATCH_BYTES_MAX = 32 << 10
 """Requests that go in one message; those that name an arena have 0.2 to 4 KiB."""
 
+SHORT_BYTES = 8 << 10
+
+PACE_S = 0.001
+"""Least time between two messages of short requests that nobody waits for."""
+
 ANSWER_TIMEOUT_S = 60.0
 """Longest wait for credit or for the answers of a flush, before DeadlineExceeded would be of no more use to anyone."""
 
@@ -47,19 +53,28 @@ class Sent:
 class _Requests:
     """Messages for gRPC's sender thread, which asks for the next one when the last is on its way.
 
-    Short ones that wait meanwhile go together where the server takes that (``batched``): a message costs both ends
-    100 us and more, whatever it holds.
+    Short ones that wait meanwhile go together where the server takes that (``batched``), and one message leaves each
+    PACE_S unless somebody waits: a message costs both ends 100 us and more, whatever it holds.
     """
 
     def __init__(self) -> None:
         self._waiting: deque[bytes | None] = deque()
         self._changed = threading.Condition()
+        self._pacing = self._hurried = False
+        self._sent_at = 0.0
         self.batched = False
 
     def put(self, message: bytes | None) -> None:
         """Queue a message; None ends the iteration."""
         with self._changed:
             self._waiting.append(message)
+            if not self._pacing or not _is_short(message):
+                self._changed.notify()
+
+    def hurry(self) -> None:
+        """Somebody waits for an answer: send what is there."""
+        with self._changed:
+            self._hurried = True
             self._changed.notify()
 
     def __iter__(self) -> Iterator[bytes]:
@@ -69,7 +84,10 @@ class _Requests:
     def _take(self) -> list[bytes] | None:
         with self._changed:
             while not self._waiting:
+                self._hurried = False
                 self._changed.wait()
+            self._pace()
+            self._sent_at = time.monotonic()
             message = self._waiting.popleft()
             if message is None:
                 return None
@@ -81,6 +99,21 @@ class _Requests:
                 together.append(following)
                 self._waiting.popleft()
             return together
+
+    def _pace(self) -> None:
+        """Wait until the next message is due (``_changed`` is held)."""
+        self._pacing = self.batched
+        while self._pacing and not self._hurried and all(map(_is_short, self._waiting)):
+            left = self._sent_at + PACE_S - time.monotonic()
+            if left <= 0:
+                break
+            self._changed.wait(left)
+        self._pacing = False
+
+
+def _is_short(message: bytes | None) -> bool:
+    """Whether a message may wait for others."""
+    return message is not None and len(message) < SHORT_BYTES
 
 
 class AppendStream:
@@ -227,7 +260,14 @@ class AppendStream:
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Wait on ``_changed`` (held) for ``condition``; raise when the stream broke or nothing moves for too long."""
-        if not self._changed.wait_for(lambda: self.broken is not None or condition(), ANSWER_TIMEOUT_S):
+
+        def moved() -> bool:
+            if self.broken is not None or condition():
+                return True
+            self._requests.hurry()
+            return False
+
+        if not self._changed.wait_for(moved, ANSWER_TIMEOUT_S):
             self.broken = DeadlineExceeded(
                 f"no answer from the server within {ANSWER_TIMEOUT_S:g} s, unanswered={len(self._unanswered)}"
             )

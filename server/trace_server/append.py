@@ -32,6 +32,12 @@ log = logging.getLogger("trace_server.append")
 
 MESSAGES_UNANSWERED_MAX = 256
 
+PACE_S = 0.001
+"""Least time between two answers to a client that takes several at once."""
+
+RELEASE_BYTES = 4 << 20
+"""Of an arena, told to its client at once: a slab of it. What is left is told when nothing else is in work."""
+
 PREPARE_S = 2.0
 """Longest wait of a new stream for what other servers have uploaded of its partition."""
 
@@ -60,7 +66,8 @@ class AppendStream:
         self._end: TraceStoreError | None = None
         self._ended = self._stopped = False
         self._reader: asyncio.Task[None] | None = None
-        self._released_through = self._released_told = 0
+        self._answered_at = 0.0
+        self._taken = self._released_through = self._released_told = self._released_bytes = 0
         self._run = self._partition = self._durability = ""
         self._batched = False
         self._table: tuple[Site, ...] = ()
@@ -81,6 +88,7 @@ class AppendStream:
         try:
             while True:
                 await self._progress.wait()
+                await self._pace()
                 self._progress.clear()
                 for answer in self._due():
                     yield answer.SerializeToString()
@@ -165,7 +173,10 @@ class AppendStream:
             size = payload.nbytes
             if not in_arena:
                 await self._budget.take(size)
-            left_queue = partial(self._left_arena, expected) if in_arena else partial(self._budget.give_back, size)
+            left_queue = (
+                partial(self._left_arena, expected, size) if in_arena else partial(self._budget.give_back, size)
+            )
+            self._taken = expected
             try:
                 outcome = self._engine.append(self._run, self._partition, chunk, self._durability, left_queue, in_arena)
             except TraceStoreError:
@@ -190,11 +201,13 @@ class AppendStream:
             raise InvalidRequest("a message has its payload in the arena or in itself, not both", argument="arena")
         return self._arenas.range(named)
 
-    def _left_arena(self, sequence: int) -> None:
+    def _left_arena(self, sequence: int, size: int) -> None:
         """The shard's thread: the bytes of request ``sequence``, and of all before it, are read for the last time."""
         self._released_through = max(self._released_through, sequence)
+        self._released_bytes += size
         # At durability written and synced the answer itself is enough.
-        if self._durability == "memory":
+        if self._durability == "memory" and (self._released_bytes >= RELEASE_BYTES or sequence >= self._taken):
+            self._released_bytes = 0
             self._wake()
 
     def _wake(self, future: Future[AppendResult] | None = None) -> None:
@@ -209,6 +222,15 @@ class AppendStream:
     def _woken(self) -> None:
         self._waking = False
         self._progress.set()
+
+    async def _pace(self) -> None:
+        """Answer a stream once in PACE_S, unless this is the last answer that is due for now."""
+        left = self._answered_at + PACE_S - self._loop.time()
+        if self._batched and left > 0 and self._pending and not self._pending[-1].done:
+            self._waking = True  # no thread need wake the loop meanwhile
+            await asyncio.sleep(left)
+            self._waking = False
+        self._answered_at = self._loop.time()
 
     def _due(self) -> list[Any]:
         """Answers of all requests at the front that are done, in one message where the client takes that."""
