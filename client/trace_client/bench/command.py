@@ -96,10 +96,12 @@ def _measure(
             paths.extend(Append(server, arena, durability, load, pool) for durability in DURABILITIES)
         raw = Stored(server, load, compressed=False)
         paths.extend(Read(server, "required", raw, span) for span in SPANS)
+        paths.extend(Read(server, "required", raw, span, files=True) for span in SPANS)
         paths.append(Read(server, "off", raw, SPANS[-1]))
         small = load_of(min(arguments.mib, 128) << 20)
         paths.append(Read(server, "required", Stored(server, small, compressed=True), SPANS[-1]))
         paths.extend(make_peers(load, pool, directory))
+        raw.wait_sealed(server)
         wanted = [word.strip() for word in arguments.only.split(",") if word.strip()]
         chosen = [path for path in paths if not wanted or any(word in path.name for word in wanted)]
         for path in paths:

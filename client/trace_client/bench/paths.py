@@ -14,8 +14,12 @@ import trace_client
 from trace_client.bench.measure import Sample, timed
 from trace_client.bench.records import Load, Pool
 from trace_client.microbatch import Buffers
+from trace_store.naming import directory_name
 
 START_TIMEOUT_S = 60.0
+
+SEAL_TIMEOUT_S = 60.0
+"""Segments are sealed after 30 s without a row."""
 
 RUN = "bench"
 
@@ -37,6 +41,7 @@ class ServerProcess:
                 raise RuntimeError("the benchmark's server did not start")
             time.sleep(0.01)
         self.address, self.pid = ready.read_text().split("\n")[0], self._process.pid
+        self.data = directory / "data"
 
     def close(self) -> None:
         self._process.terminate()
@@ -95,6 +100,14 @@ class Stored:
                 for trajectory in range(load.trajectories):
                     writer.seal(str(trajectory), tokens=load.tokens * load.appends + 1, prompt_tokens=0)
 
+    def wait_sealed(self, server: ServerProcess) -> None:
+        """Wait until no segment is open any more, which the store does with segments that get no row."""
+        limit = time.monotonic() + SEAL_TIMEOUT_S
+        while any(server.data.glob(f"runs/*/{directory_name(self.partition)}/*.open")):
+            if time.monotonic() > limit:
+                raise RuntimeError("the benchmark's segments were not sealed")
+            time.sleep(0.1)
+
 
 class Read:
     """Read all of a sealed load into reused buffers, in spans of ``span`` tokens, one microbatch of 64 MiB a call."""
@@ -103,12 +116,13 @@ class Read:
 
     MICROBATCH_BYTES = 64 << 20
 
-    def __init__(self, server: ServerProcess, arena: str, stored: Stored, span: int) -> None:
-        kind = "arena" if arena != "off" else "gRPC"
+    def __init__(self, server: ServerProcess, arena: str, stored: Stored, span: int, *, files: bool = False) -> None:
+        kind = "files" if files else "arena" if arena != "off" else "gRPC"
         packed = ", scales compressed" if stored.partition == "compressed" else ""
         self.name = f"read spans of {span}, {kind}{packed}"
         self._server, self._load = server, stored.load
-        self._client = trace_client.connect(server.address, arena=arena)
+        data_dir = server.data if files else None
+        self._client = trace_client.connect(server.address, arena=arena, data_dir=data_dir)
         self._reader = self._client.reader(RUN, stored.partition)
         self._buffers = Buffers()
         self._microbatches = self._plan(span)
