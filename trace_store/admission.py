@@ -32,6 +32,9 @@ class Stored(Protocol):
     def needs_look(self, number: int, row: int) -> bool:
         """Whether a record of the right checksum may still be damaged."""
 
+    def is_whole(self) -> bool:
+        """Whether all segments are known, so that a sealed row which is not there is lost and not just elsewhere."""
+
     def read(self, number: int, row: int) -> tuple[memoryview, memoryview, memoryview]:
         """Codes, uncompressed scales and tensor scales, verified. Raises DataLoss, StorageFailed."""
 
@@ -75,7 +78,7 @@ def admit(partition: Partition, chunk: Chunk, stored: Stored) -> Admission:
     ]
     for group, attempt, known in zip(chunk.groups, attempts, overlaps, strict=True):
         if not known:
-            _check_open(attempt, group)
+            _check_open(attempt, group, stored)
     if not any(overlaps):
         return Admission(chunk, 0)
     return _sort_records(partition, chunk, attempts, overlaps, stored)
@@ -108,7 +111,7 @@ def _sort_records(
             duplicates += 1
             continue
         if gaps([(h.start, h.stop) for h in known], group.start, group.stop):
-            _check_open(attempts[position], group)
+            _check_open(attempts[position], group, stored)
         pieces.extend(_cut(partition, record, low, high) for low, high in missing)
     if not pieces:
         return Admission(None, duplicates)
@@ -222,9 +225,11 @@ def _refuse_doubled_rows(chunk: Chunk) -> None:
         seen[group.trajectory].append(group)
 
 
-def _check_open(attempt: Attempt | None, group: RecordGroup) -> None:
+def _check_open(attempt: Attempt | None, group: RecordGroup, stored: Stored) -> None:
     """Refuse new rows of a sealed attempt, unless they may be those that a disk failure took from it."""
-    if attempt is None or attempt.sealed is None or (attempt.damaged and group.stop <= attempt.sealed[0]):
+    if attempt is None or attempt.sealed is None:
+        return
+    if attempt.damaged and group.stop <= attempt.sealed[0] and stored.is_whole():
         return
     raise Sealed(
         f"the attempt is sealed and takes no new rows, trajectory={group.trajectory!r} attempt={group.attempt}"

@@ -18,7 +18,7 @@ from trace_store.attempt import Attempt, Segment, SiteSet, Trajectory
 from trace_store.checksum import RowKind
 from trace_store.chunk import RecordGroup
 from trace_store.errors import TraceStoreError
-from trace_store.history import Event, events_of, settle, shared_names
+from trace_store.history import Event, events_of, releases_all, settle, shared_names, without_released
 from trace_store.intervals import gaps
 from trace_store.record import Site
 
@@ -90,7 +90,10 @@ class Partition:
             self.segments[segment.number] = segment
             segment.entered_rows = len(segment.index)
             names.update(segment.index.trajectories)
-        self.rebuild(names if len(segments) < len(self.segments) else None)
+        everything = len(segments) == len(self.segments) or any(
+            releases_all(segment) is not None for segment in segments
+        )
+        self.rebuild(None if everything else names)
 
     def rebuild(self, names: set[str] | None = None) -> None:
         """Derive trajectories (None: all) again from the segments' indexes; attempts not yet visible stay so.
@@ -98,7 +101,7 @@ class Partition:
         The writer reads the catalog without the lock while it admits a chunk, so the new state replaces the old one at
         the end and nobody sees it half built.
         """
-        segments = sorted(self.segments.values(), key=lambda segment: segment.path.stem)
+        segments = sorted(without_released(self.segments.values()), key=lambda segment: segment.path.stem)
         if names is not None:
             segments = [segment for segment in segments if not names.isdisjoint(segment.index.trajectories)]
         shared = shared_names(segments, names)
@@ -116,6 +119,9 @@ class Partition:
             fresh._settle(name, events[name])
         self.changes += 1
         if names is None:
+            if len(segments) < len(self.segments):
+                every = {name for segment in self.segments.values() for name in segment.index.trajectories}
+                fresh.released.update(every.difference(fresh.trajectories))
             self.trajectories, self.released = fresh.trajectories, fresh.released
             return
         self.trajectories.update(fresh.trajectories)

@@ -242,13 +242,13 @@ class Engine:
 
         Raises:
             NotFound: unknown run.
-            StorageFailed: they may be in an object store that has not answered since the start.
+            StorageFailed: they may be in an object store that does not answer.
         """
         names = None if trajectories is None else tuple(check_name(t, "trajectory") for t in trajectories)
         if self._tier is not None:
             seen = self._tier.look_now(self._find(run), check_name(partition, "partition"))
-            # Objects of a partition are found once the store answers; which rows a trajectory has there nobody knows.
-            if not self._tier.joined and (names is not None or not self._partition(run, partition).segments):
+            # Objects of a partition are known by name; which rows a trajectory has there nobody knows.
+            if seen.failure and (names is not None or not self._partition(run, partition).segments):
                 raise StorageFailed(f"what is in the object store cannot be released now: {seen.failure}")
         command = ReleaseCommand(self._partition(run, partition), names)
         self._shard.submit(command)

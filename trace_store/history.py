@@ -3,9 +3,10 @@
 Servers share a bucket and no clock. So a SEAL or RELEASE speaks of exactly the rows that its server knew when it wrote
 it: those in front of it of the same epoch, and the segments of other epochs that KNOWN rows in its segment name.
 
-    RELEASE     forgets the rows and seals that it knew; what another server wrote meanwhile stays
+    RELEASE     forgets the rows and seals that it knew, of one trajectory or of all (with an empty name); what another
+                server wrote meanwhile stays
     SEAL        its attempt is the rows that it knew, and those that knew it (they replace what a disk lost)
-    two SEALs   of one attempt, neither knowing the other's rows: one of them as a whole, never a mixture
+    two SEALs   of one attempt, neither knowing the other's rows: the one with more rows as a whole, never a mixture
     no SEAL     all rows of the attempt
 
 Names of which one epoch alone has rows need none of this: there the order of rows says it (``catalog``).
@@ -21,6 +22,7 @@ import numpy as np
 
 from trace_store.attempt import Attempt, Segment, SiteSet, Trajectory
 from trace_store.checksum import RowKind
+from trace_store.naming import parse_segment_name
 from trace_store.segment.writer import ControlRow
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ def events_of(segment: Segment, first_row: int, end_row: int) -> Iterator[tuple[
         if kind == RowKind.RECORD:
             for first, part in _without_doubles(first_row + low, sites[low:high]):
                 yield names[trajectory], Event(kind, number, segment, first, start, stop, version, part)
-        elif kind in (RowKind.SEAL, RowKind.RELEASE):
+        elif kind in (RowKind.SEAL, RowKind.RELEASE) and names[trajectory]:
             yield names[trajectory], Event(kind, number, segment, first_row + low, start, stop, version, ())
 
 
@@ -98,25 +100,54 @@ def shared_names(segments: Iterable[Segment], names: Collection[str] | None) -> 
 
 @dataclass(frozen=True)
 class Known:
-    """What a seal or release was decided on: segments of other epochs, and the state of the partition's catalog."""
+    """What a seal or release was decided on: names of segments of other epochs, and the state of the catalog."""
 
-    segments: tuple[Segment, ...]
+    stems: tuple[str, ...]
     changes: int
 
 
-def known_rows(segments: Sequence[Segment], told: set[str]) -> tuple[set[str], list[ControlRow]]:
-    """KNOWN rows for segments that are not ``told`` yet, and the names that are told with them."""
-    news = [segment for segment in segments if segment.path.stem not in told]
+def releases_all(segment: Segment) -> int | None:
+    """Row of the segment's release of the whole partition, None if it has none."""
+    if "" not in segment.index.trajectories:
+        return None
+    rows = segment.index.rows
+    name = segment.index.trajectories.index("")
+    found = np.flatnonzero((rows["kind"] == RowKind.RELEASE) & (rows["trajectory"] == name))
+    return int(found[-1]) if len(found) else None
+
+
+def without_released(segments: Collection[Segment]) -> list[Segment]:
+    """Segments that no release of the whole partition knew. Such a release begins what is written anew."""
+    knowledge = Knowledge()
+    released: dict[str, list[tuple[int, int]]] = {}
+    for segment in segments:
+        place = releases_all(segment)
+        if place is not None:
+            for epoch, told in knowledge.told(segment).items():
+                released.setdefault(epoch, []).extend((start, stop) for row, start, stop in told if row < place)
+    if not released:
+        return list(segments)
+    return [s for s in segments if not any(low <= s.sequence < high for low, high in released.get(s.epoch, ()))]
+
+
+def release_rows(stems: Collection[str]) -> list[ControlRow]:
+    """Rows of a release of the whole partition that knew these segments."""
+    return [*known_rows(stems, set())[1], (RowKind.RELEASE, "", 0, 0, 0, 0)]
+
+
+def known_rows(stems: Collection[str], told: set[str]) -> tuple[set[str], list[ControlRow]]:
+    """KNOWN rows for the names of segments that are not ``told`` yet, and the names that are told with them."""
+    news = [stem for stem in stems if stem not in told]
     by_epoch: dict[str, list[int]] = {}
-    for segment in news:
-        by_epoch.setdefault(segment.epoch, []).append(segment.sequence)
+    for sequence, epoch in map(parse_segment_name, news):
+        by_epoch.setdefault(epoch, []).append(sequence)
     rows: list[ControlRow] = []
     for other, sequences in sorted(by_epoch.items()):
         ordered = np.array(sorted(sequences))
         # Only neighbours share a row: a number between them may be a segment that is not known here.
         for run in np.split(ordered, np.flatnonzero(np.diff(ordered) != 1) + 1):
             rows.append((RowKind.KNOWN, other, 0, int(run[0]), int(run[-1]) + 1, 0))
-    return told.union(segment.path.stem for segment in news), rows
+    return told.union(news), rows
 
 
 class Knowledge:
@@ -132,10 +163,11 @@ class Knowledge:
             return (theirs.sequence, earlier.row) < (ours.sequence, later.row)
         if ours.version == "1":
             return theirs.path.stem < ours.path.stem
-        told = self._of(ours).get(theirs.epoch, ())
+        told = self.told(ours).get(theirs.epoch, ())
         return any(row < later.row and start <= theirs.sequence < stop for row, start, stop in told)
 
-    def _of(self, segment: Segment) -> dict[str, list[tuple[int, int, int]]]:
+    def told(self, segment: Segment) -> dict[str, list[tuple[int, int, int]]]:
+        """KNOWN rows of a segment by epoch: index row, first sequence, last sequence + 1."""
         found = self._told.get(segment.number)
         if found is None:
             found = self._told[segment.number] = {}
@@ -169,8 +201,8 @@ def settle(events: Sequence[Event], run: Run, unpublished: Collection[int] = ())
             entry.open = _build(number, records, run)
             continue
         candidates = [_sealed(seal, records, knowledge, run) for seal in seals]
-        # A whole one first; among equals the one of the last name, the same on every server.
-        chosen = max(reversed(candidates), key=lambda attempt: not attempt.damaged)
+        # A retried seal may know nothing of the rows. Among equals the one of the last name, the same on every server.
+        chosen = max(reversed(candidates), key=lambda attempt: (attempt.rows(), not attempt.damaged))
         entry.open = None
         if number in unpublished:
             entry.pending = (*entry.pending, chosen)

@@ -28,7 +28,7 @@ from trace_store.chunk import check_chunk
 from trace_store.commands import AppendCommand, AppendResult, Command, ReleaseCommand, RollCommand, SealCommand
 from trace_store.errors import StorageFailed, TraceStoreError, Unavailable
 from trace_store.gate import DiskGate
-from trace_store.history import Known, known_rows
+from trace_store.history import Known, known_rows, release_rows
 from trace_store.mixture import refuse_mixture
 from trace_store.repair import Place, Repairs
 from trace_store.seal import seal_attempt
@@ -273,11 +273,17 @@ class Shard:
     def _seal(self, command: SealCommand) -> None:
         partition = self._volume.live(command.partition)
         _raise_deferred(partition, command.trajectory, command.attempt)
-        with StoredRecords(self._volume, partition, self.suspects) as records:
-            refuse_mixture(partition, command.trajectory, command.attempt, records)
-        with self._volume.lock:
-            receipt, row = seal_attempt(partition, command, self._volume.server)
-            known = self._volume.known(partition)
+        compared_at = -1
+        while True:
+            with self._volume.lock:
+                # What another thread has loaded meanwhile would be sealed without having been compared.
+                if compared_at == partition.changes:
+                    receipt, row = seal_attempt(partition, command, self._volume.server)
+                    known = self._volume.known(partition)
+                    break
+                compared_at = partition.changes
+            with StoredRecords(self._volume, partition, self.suspects) as records:
+                refuse_mixture(partition, command.trajectory, command.attempt, records)
         if row is not None:
             self._write_controls(partition, [row], known)
 
@@ -306,7 +312,7 @@ class Shard:
     def _write_controls(self, partition: Partition, controls: list[ControlRow], known: Known) -> None:
         """Write seals or releases, behind KNOWN rows for what their decision knew and the segment does not name yet."""
         tail = self._open_segment(partition)
-        told, rows = known_rows(known.segments, tail.told)
+        told, rows = known_rows(known.stems, tail.told)
         if not (rows or controls):
             return
         self._write(
@@ -350,7 +356,20 @@ class Shard:
         segment, writer = self._volume.open_writer(partition)
         tail = self._open[id(partition)] = _Open(partition, segment, writer)
         self._places[writer] = (partition, segment)
+        released = self._volume.released_segments(partition)
+        if released:
+            self._repeat_release(tail, released)
         return tail
+
+    def _repeat_release(self, tail: _Open, stems: frozenset[str]) -> None:
+        """Say in what is written anew what it does not go with: the deletion of the old segments may take for ever."""
+        try:
+            tail.writer.append_controls(release_rows(stems))
+        except TraceStoreError:
+            self._end(tail.partition)
+            raise
+        with self._volume.lock:
+            tail.partition.apply(tail.segment, 0)
 
     def _end(self, partition: Partition) -> None:
         """Stop adding to a segment whose write or sync failed. What it holds stays readable; ``repair`` copies it."""

@@ -60,6 +60,10 @@ class StoredRecords:
         """Whether a record counts as stored only after its bytes were verified."""
         return self._partition.segments[number].local or (number, row) in self._suspects
 
+    def is_whole(self) -> bool:
+        """Whether all segments of the partition are known."""
+        return self._volume.is_whole(self._partition)
+
     def read(self, number: int, row: int) -> StoredRecord:
         """One record, verified; from the uploaded copy where the local one is damaged.
 

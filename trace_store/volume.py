@@ -19,8 +19,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+import xxhash
 
 from trace_store.attempt import Segment
 from trace_store.catalog import Partition, Run
@@ -61,6 +63,9 @@ class Volume:
         self.deleter = Deleter(clock)
         self._next_segment = 0
         self._next_sequence: dict[Path, int] = {}
+        self._epochs: dict[Path, str] = {}
+        """Of partitions that were released since: what is written anew must not look as if it knew the old rows."""
+        self._released: dict[Path, frozenset[str]] = {}
         try:
             _make_durable(root / "runs")
             self._lock_file = os.open(root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
@@ -176,7 +181,7 @@ class Volume:
             raise storage_error(error, directory) from error
         sequence = self._next_sequence.get(directory, 0)
         header = SegmentHeader(partition.run.name, partition.name, partition.run.sites, self.server, sequence)
-        writer = SegmentWriter(directory, segment_name(sequence, self.epoch), header)
+        writer = SegmentWriter(directory, segment_name(sequence, self.epoch_of(partition)), header)
         self._next_sequence[directory] = sequence + 1
         with self.lock:
             segment = Segment(self._segment_number(), writer.path, writer.index, writer.written_bytes)
@@ -259,8 +264,27 @@ class Volume:
 
     def known(self, partition: Partition) -> Known:
         """What a seal or release that is decided now speaks of. Wants the lock held."""
-        others = tuple(segment for segment in partition.segments.values() if segment.epoch != self.epoch)
+        epoch = self.epoch_of(partition)
+        others = tuple(s.path.stem for s in partition.segments.values() if s.epoch != epoch)
         return Known(others, partition.changes)
+
+    def epoch_of(self, partition: Partition) -> str:
+        """Epoch of what is written to a partition now: that of the opening, another one after each release."""
+        return self._epochs.get(partition.directory, self.epoch)
+
+    def note_released(self, directory: Path, names: Iterable[str]) -> None:
+        """A partition's objects of these names are released and may be there for a while."""
+        stems = {Path(name).stem for name in names}
+        with self.lock:
+            self._released[directory] = self._released.get(directory, frozenset()).union(stems)
+
+    def released_segments(self, partition: Partition) -> frozenset[str]:
+        """Names of released segments that other servers may still see in the object store."""
+        return self._released.get(partition.directory, frozenset())
+
+    def is_whole(self, partition: Partition) -> bool:
+        """Whether all its segments are known here, so that rows which a seal counts and nobody has are lost."""
+        return self.objects is None or self.objects.is_whole(partition)
 
     # -- release
 
@@ -291,6 +315,7 @@ class Volume:
             except OSError as error:
                 raise storage_error(error, partition.directory) from error
             partition.run.forget(partition.name)
+            self._epochs[partition.directory] = xxhash.xxh3_64_hexdigest(unique.encode())
         try:
             # Also when nothing was written: this may repeat a release whose rename could not be made durable.
             if partition.run.directory.exists():

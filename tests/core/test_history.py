@@ -12,7 +12,7 @@ from trace_store import Site
 from trace_store.attempt import Attempt, Segment
 from trace_store.catalog import Partition, Run
 from trace_store.checksum import RowKind
-from trace_store.history import known_rows
+from trace_store.history import known_rows, release_rows
 from trace_store.segment.schema import SegmentHeader
 from trace_store.segment.writer import ControlRow, SegmentWriter
 from trace_store.testing.records import make_chunk
@@ -120,7 +120,15 @@ class TestInEitherOrderOfArrival:
         assert writers.load(*orders(made)[turned]) == {"t": [(A1, 0, 2)]}
         assert writers.partition.released == set()
 
-    def test_of_two_seals_the_whole_one_counts(self, writers: Writers, turned: bool) -> None:
+    def test_a_release_of_the_partition_removes_all_that_it_knew(self, writers: Writers, turned: bool) -> None:
+        made = [
+            writers.segment(A0, ("t", 0, 8), seal("t", 8), ("gone", 0, 1)),
+            writers.segment(B0, ("u", 0, 1), seal("u", 1)),
+            writers.segment(B1[:-2] + "cc", *release_rows([A0]), ("t", 0, 4), seal("t", 4)),
+        ]
+        assert writers.load(*orders(made)[turned]) == {"t": [(B1[:-2] + "cc", 0, 4)], "u": [(B0, 0, 1)]}
+
+    def test_of_two_seals_that_with_more_rows_counts(self, writers: Writers, turned: bool) -> None:
         made = [
             writers.segment(A0, ("t", 0, 8), seal("t", 8)),
             writers.segment(B0, ("t", 0, 4), seal("t", 8)),
@@ -154,10 +162,11 @@ class TestInEitherOrderOfArrival:
 
 def test_a_known_row_covers_neighbours_only(writers: Writers) -> None:
     segments = [writers.segment(name) for name in (A0, A1, "0000000003-aa", B2)]
-    told, rows = known_rows(segments, set())
+    stems = [segment.path.stem for segment in segments]
+    told, rows = known_rows(stems, set())
     assert rows == [known("aa", 0, 2), known("aa", 3, 4), known("bb", 2, 3)]
-    assert known_rows(segments, told) == (told, [])
-    assert known_rows(segments, told - {B2})[1] == [known("bb", 2, 3)]
+    assert known_rows(stems, told) == (told, [])
+    assert known_rows(stems, told - {B2})[1] == [known("bb", 2, 3)]
 
 
 def test_a_known_row_says_nothing_of_rows_in_front_of_it(writers: Writers) -> None:

@@ -126,14 +126,14 @@ def visible(segments: list[Segment]) -> dict[tuple[str, str, int], tuple[bytes, 
     chosen: dict[str, tuple[Any, list[Event]]] = {}
     for name in {row["trajectory"] for _, _, row in events}:
         mine = [event for event in events if event[2]["trajectory"] == name]
-        releases = [event for event in mine if event[2]["kind"] == RELEASE]
+        releases = [event for event in events if event[2]["kind"] == RELEASE and event[2]["trajectory"] in (name, "")]
         alive = [event for event in mine if not any(knows(release, event) for release in releases)]
         for place, seal in enumerate(event for event in alive if event[2]["kind"] == SEAL):
             number, count = seal[2]["attempt"], seal[2]["policy_version"]
             same = [event for event in alive if event[2]["kind"] == RECORD and event[2]["attempt"] == number]
             rows = [event for event in same if knows(seal, event) or knows(event, seal)]
-            whole = len({key for segment, _, row in rows for key, _ in _token_rows(segment, row)}) >= count
-            rank = (number, whole, place)
+            left = len({key for segment, _, row in rows for key, _ in _token_rows(segment, row)})
+            rank = (number, left, left >= count, place)
             chosen[name] = max(chosen.get(name, ((-1,), [])), (rank, rows), key=lambda item: item[0])
     rows = [event for _, found in chosen.values() for event in found]
     return {key: value for segment, _, row in rows for key, value in _token_rows(segment, row)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,66 @@ def test_a_partition_written_anew_survives_the_deletion_of_the_old_one(
     second = sidecar("b")
     assert second.reasons("new") == set()
     assert second.reasons("old") == {"UNKNOWN_TRAJECTORY"}
+
+
+def test_released_objects_are_gone_before_they_are_deleted(
+    sidecar: Make, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows must not come back under the seal of what is written anew, shorter, under the same names."""
+    first = sidecar("a")
+    first.write("t", 40)
+    first.upload()
+
+    def check(*servers: Sidecar) -> None:
+        for server in servers:
+            slices, reasons = server.read("t", 40)
+            assert ({row for _, row, *_ in slices if row >= 20}, reasons) == (set(), {"NOT_RECORDED"})
+
+    delete = ObjectStore.delete
+
+    def refuse_segments(self: ObjectStore, keys: Sequence[str]) -> None:
+        if any("/step-1" in key for key in keys):
+            refuse_all()
+        delete(self, keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "delete", refuse_segments)
+        release(first)
+        assert first.reasons("t") == {"RELEASED"}
+        first.write("t", 20)
+        first.tier.follow()
+        check(first)
+        first.upload()
+        check(first, sidecar("b"))  # which sees the old objects as well
+        first.engine.close()
+        again = sidecar("a")
+        check(again)
+    assert again.engine._volume.deleter.drain(10)
+    again.tier.follow()
+    check(again, sidecar("c"))
+    assert len(segment_keys(store)) == 1
+
+
+def test_no_clock_decides_what_a_release_deletes(
+    sidecar: Make, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The note of a release is an hour ahead of what another server writes after it."""
+    first, second = sidecar("a"), sidecar("b")
+    first.write("old")
+    first.upload()
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "delete", refuse_all)
+        release(first)
+        first.engine.close()
+    note = next(first.root.glob("runs/*/.released-*/objects"))
+    os.utime(note, (time.time() + 3600,) * 2)
+    second.write("new")
+    second.upload()
+    again = sidecar("a")
+    assert again.engine._volume.deleter.drain(10)
+    second.tier.follow()
+    assert second.reasons("new") == set()
+    assert sidecar("c").reasons("new") == set()
 
 
 def test_an_upload_under_way_does_not_bring_a_released_partition_back(

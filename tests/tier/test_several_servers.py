@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tests.tier.conftest import PARTITION, RUN, SITES, TABLE, Sidecar
-from trace_store import TokenSpan
-from trace_store.errors import Conflict, Incomplete, Sealed, StaleAttempt
+from trace_store import TokenSpan, shard
+from trace_store.errors import Conflict, Incomplete, Sealed, StaleAttempt, StorageFailed
 from trace_store.storage.s3 import ObjectStore
 from trace_store.testing.reads import read_slices
 from trace_store.testing.records import make_chunk, make_rows
+from trace_store.tier import loading
 
 Make = Callable[..., Sidecar]
 
@@ -196,6 +197,64 @@ def test_a_release_knows_what_was_uploaded_a_moment_ago(sidecar: Make, monkeypat
     assert release(second, "t") == 1
     settle(second, first)
     assert content(first, "t")[1] == {"RELEASED"}
+
+
+@EPOCHS
+def test_a_seal_without_rows_does_not_hide_the_complete_one(sidecar: Make, low: str, high: str) -> None:
+    """A client that failed over and gave up seals with holes what was sealed elsewhere."""
+    first, second = sidecar("a", epoch=low), sidecar("b", epoch=high)
+    write(first, "t")
+    second.engine.register(RUN, TABLE)
+    future = second.engine.seal(RUN, PARTITION, "t", tokens=9, prompt_tokens=0, allow_holes=True)
+    assert future.result(30).holes
+    settle(first, second)
+    for server in (first, second, sidecar("c")):
+        assert content(server, "t") == (expected("t"), set())
+
+
+def test_rows_that_could_not_be_loaded_are_not_taken_for_lost(sidecar: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other bytes in their place would be acknowledged, and served instead of theirs."""
+    first, second = sidecar("a"), sidecar("b")
+    append(first, "t", 0, 4)
+    first.engine.roll().result(30)
+    append(first, "t", 4, 8)
+    seal(first, "t", 8)
+    first.upload()
+    second.engine.find(RUN)
+    load = loading.load_segment
+
+    def fail_once(store: Any, name: str, info: Any) -> Any:
+        if name.startswith("0000000000-"):
+            raise StorageFailed("one request timed out")
+        return load(store, name, info)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loading, "load_segment", fail_once)
+        second.engine.prepare(RUN, PARTITION)
+        with pytest.raises(Sealed):
+            append(second, "t", 0, 4, seed=7)
+    settle(first, second)
+    for server in (first, second, sidecar("c")):
+        assert content(server, "t") == (expected("t"), set())
+
+
+def test_rows_that_arrive_while_copies_are_compared_are_compared_too(
+    sidecar: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = sidecar("a"), sidecar("b")
+    append(first, "t", 0, 8, seed=1)
+    append(second, "t", 0, 4, seed=2)
+    compare = shard.refuse_mixture
+
+    def then_follow(*arguments: Any) -> None:
+        monkeypatch.setattr(shard, "refuse_mixture", compare)
+        compare(*arguments)
+        second.upload()
+        first.tier.follow()
+
+    monkeypatch.setattr(shard, "refuse_mixture", then_follow)
+    with pytest.raises(Conflict):
+        seal(first, "t", 8)
 
 
 def test_a_seal_does_not_take_in_rows_that_arrive_while_it_is_written(sidecar: Make) -> None:

@@ -1,7 +1,8 @@
 """What is in the bucket, as far as this server knows: names and sizes by place, renewed by listing.
 
 A listing is a hint, not the truth: objects appear and vanish meanwhile. What it newly shows is loaded; what it no
-longer shows is asked for by name before anything is dropped.
+longer shows is asked for by name before anything is dropped. What was released is hidden for good, however long its
+deletion takes: names are never used twice.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class BucketView:
         self._clock = clock
         self._lock = threading.Lock()
         self._objects: dict[Place, dict[str, ObjectInfo]] = {}
+        self._hidden: dict[Place, set[str]] = {}
         self._added_at: dict[tuple[Place, str], float] = {}
         self._listed_at: dict[Place, float] = {}
         self._written_at: dict[Place, float] = {}
@@ -48,6 +50,10 @@ class BucketView:
             if parsed is not None and (only is None or parsed[0] == only):
                 found.setdefault(parsed[0], {})[parsed[1]] = info
         with self._lock:
+            for place, names in self._hidden.items():
+                for name in names.intersection(found.get(place, {})):
+                    del found[place][name]
+            found = {place: objects for place, objects in found.items() if objects}
             # What was uploaded while the listing ran may not be in it.
             for (place, name), added in self._added_at.items():
                 if added >= started and name in self._objects.get(place, {}):
@@ -68,17 +74,21 @@ class BucketView:
     def add(self, place: Place, name: str, size: int, modified: float) -> None:
         """An object was uploaded."""
         with self._lock:
+            if name in self._hidden.get(place, ()):
+                return  # its upload was under way when it was released
             self._objects.setdefault(place, {})[name] = ObjectInfo(object_key(place, name), size, modified)
             self._added_at[(place, name)] = self._clock()
             self._changed(place)
             self._written_at[place] = max(modified, self._written_at.get(place, 0.0))
 
-    def remove(self, place: Place, names: Iterable[str]) -> None:
-        """Objects were deleted."""
+    def hide(self, place: Place, names: Iterable[str]) -> None:
+        """Objects are released: from now on they do not exist, deleted or not."""
         with self._lock:
+            hidden = self._hidden.setdefault(place, set())
+            hidden.update(names)
             known = self._objects.get(place, {})
-            for name in names:
-                known.pop(name, None)
+            for name in hidden.intersection(known):
+                del known[name]
             self._changed(place)
             if not known:
                 self._objects.pop(place, None)
