@@ -70,8 +70,11 @@ def launch(
     stream: int | None,
     *,
     threads: int = THREADS,
+    resident: int | None = None,
 ) -> None:
     """Launch on the device of ``arrays`` and on ``stream``, leaving the caller's device current.
+
+    ``resident`` bounds the first axis of the grid to this many blocks a multiprocessor, for kernels whose blocks stay.
 
     ``stream`` is the pointer of a CUDA stream (``torch.cuda.current_stream().cuda_stream``), or None for CuPy's current
     stream. Torch tensors need it: CuPy cannot know which stream wrote them.
@@ -83,6 +86,8 @@ def launch(
         )
     cupy = _module.cupy()
     kernel = _module.function(file, name, tuple(sorted({**switches, "THREADS": threads}.items())), device)
+    if resident is not None:
+        grid = (min(grid[0], resident * _module.multiprocessors(device)), *grid[1:])
     # CuPy copies the argument during the call, so the structure may die afterwards.
     argument = np.frombuffer(bytes(parameters), dtype=f"V{ctypes.sizeof(parameters)}")
     with cupy.cuda.Device(device):

@@ -42,6 +42,12 @@ def cupy() -> Any:
     return module
 
 
+@cache
+def multiprocessors(device: int) -> int:
+    """Multiprocessors of a device."""
+    return int(cupy().cuda.Device(device).attributes["MultiProcessorCount"])
+
+
 def source(name: str) -> str:
     """Text of ``cuda/<name>`` with its includes pasted in, each once."""
     seen: set[str] = set()

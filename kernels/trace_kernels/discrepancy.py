@@ -23,15 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trace_kernels._array import dense_bytes, device_array, require, row_scales
-from trace_kernels._launch import THREADS, Divisor, blocks_of, flat_units, launch
+from trace_kernels._launch import UNIT, Divisor, blocks_of, flat_units, launch
 from trace_kernels._rows import record_shape, rows_of, rule_number, valid_rows
 
 SUMS = 10
-_RESIDENT = 3
-"""Blocks of a multiprocessor at once, which bounds the registers of a thread."""
-
-_BLOCKS = 132 * _RESIDENT
-"""A block stays for many elements: as many as run at once on an H100 or H200, a few waves elsewhere."""
+SHAPES = {1: (512, 2), 2: (512, 2), 3: (512, 3), 4: (768, 1)}
+"""(threads of a block, pairs of units that a thread holds) by code bits, the fastest of 256 to 1,024 x 1 to 5 on an
+H200. One block a multiprocessor stays for many elements. Figures: kernels/README.md."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,6 @@ class _Comparing(ctypes.Structure):
         ("x_gap", ctypes.c_uint64),
         ("pairs", ctypes.c_uint32),
         ("scale_stride", ctypes.c_uint32),
-        ("flat", ctypes.c_uint32),
         ("pairs_a_row", Divisor),
     )
 
@@ -97,9 +94,8 @@ def discrepancy(
     rows = rows_of(x, "x", format)
     device = rows.array.device
     code_rows = dense_bytes(planes, "planes", record_shape(rows.tokens, rows.width, bits), device)
-    require(
-        bits != 4 or code_rows.pointer % 4 == 0, "planes", f"must be 4 bytes aligned, address={code_rows.pointer:#x}"
-    )
+    aligned = code_rows.pointer % (8 if bits == 4 else 2) == 0
+    require(aligned, "planes", f"must be 2 bytes aligned, whole codes 8, address={code_rows.pointer:#x}")
     block_scales = dense_bytes(scales, "scales", (rows.tokens, rows.width // rows.format.block), device)
     decode = row_scales(tensor_scale, "tensor_scale", rows.tokens, device)
     present = valid_rows(valid, rows.tokens, device)
@@ -124,9 +120,21 @@ def discrepancy(
         gap % 2**64,
         units // 2,
         int(decode.size > 1),
-        int(gap == 0 and not present and decode.size == 1),
-        Divisor.of(rows.width // 16),
+        Divisor.of(rows.width // (2 * UNIT)),
     )
-    grid = (min(_BLOCKS, blocks_of(units // 2, THREADS)),)
-    switches = {**rows.switches, "BITS": bits, "RULE": number, "RESIDENT": _RESIDENT}
-    launch("discrepancy.cu", "compare_rows", switches, grid, parameters, (rows.array, total), stream)
+    threads, depth = SHAPES[bits]
+    pairs_a_row = rows.width // (2 * UNIT)
+    switches = {
+        **rows.switches,
+        "BITS": bits,
+        "RULE": number,
+        "GAP": int(gap != 0),
+        "ROWS": int(present is not None or decode.size > 1),
+        "ALIGNED": int(threads % pairs_a_row == 0),
+        "DEPTH": depth,
+    }
+    grid = (blocks_of(units // 2, threads * depth),)
+    launch(
+        "discrepancy.cu", "compare_rows", switches, grid, parameters, (rows.array, total), stream,
+        threads=threads, resident=1,
+    )  # fmt: skip

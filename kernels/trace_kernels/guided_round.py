@@ -26,12 +26,15 @@ SHAPES = {0: (128, 2), 1: (128, 2), 2: (128, 2), 3: (256, 3), 4: (256, 3)}
 H200. Tables of 4 and 8 KiB want the larger blocks, which copy them less often. Figures: kernels/README.md."""
 
 ROW_THREADS = 128
-HOLD_MAX = {2: 8, 4: 4}
-"""Units of a row that a lane of ``round_each_row`` holds, by bytes of an element: rows up to 2,048 elements of a 16-bit
-type are read once whatever happens to them."""
+LANES_MAX = 1024
+"""Threads that may share a row; a wider row than they hold at once is read in parts, and once more for its maximum."""
 
-RESIDENT = {0: 6, 1: 6, 2: 4, 3: 4, 4: 6}
-"""Blocks of ``round_each_row`` that registers leave room for on a multiprocessor, by code bits; one more spills."""
+HELD = {0: 8, 1: 8, 2: 4, 3: 4, 4: 8}
+"""Units of 16-bit elements that a thread of ``round_each_row`` holds, by code bits; of 32-bit elements half as many.
+With fewer a row takes more threads, which wait for each other's maximum; with more the planes of 2 and 3 bits spill."""
+
+RESIDENT = {0: 6, 1: 6, 2: 8, 3: 8, 4: 6}
+"""Blocks of 128 threads of ``round_each_row`` that registers leave room for on a multiprocessor, by code bits."""
 
 
 class _Rounding(ctypes.Structure):
@@ -48,7 +51,7 @@ class _RowRounding(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("valid", "record_rows", "native_scale")),
         ("x_stride", ctypes.c_uint64),
         ("y_stride", ctypes.c_uint64),
-        *((name, ctypes.c_uint32) for name in ("tokens", "units_a_row", "scale_stride", "lanes")),
+        *((name, ctypes.c_uint32) for name in ("tokens", "units_a_row", "scale_stride")),
     )
 
 
@@ -193,8 +196,6 @@ def _round(
         switches["FLIGHT"] = flight
         launch("guided_round.cu", "round_rows", switches, grid, flat, arrays, stream, threads=threads)
         return
-    units_a_row = rows.width // UNIT
-    lanes = min(32, 1 << (units_a_row - 1).bit_length())
     each = _RowRounding(
         *pointers,
         _pointer(presence.valid),
@@ -203,13 +204,22 @@ def _round(
         rows.stride,
         out.stride,
         rows.tokens,
-        units_a_row,
+        rows.width // UNIT,
         int(tensor_scale.size > 1),
-        lanes,
     )
-    held = blocks_of(units_a_row, lanes)
-    itemsize = rows.array.itemsize
-    switches["HOLD"] = min(HOLD_MAX[itemsize], 1 << (held - 1).bit_length())
-    switches["RESIDENT"] = RESIDENT[switches["BITS"]] if itemsize == 2 else 4
-    grid = (blocks_of(rows.tokens * lanes, ROW_THREADS),)
-    launch("guided_round.cu", "round_each_row", switches, grid, each, arrays, stream, threads=ROW_THREADS)
+    units_a_row = rows.width // UNIT
+    lanes, held = _row_shape(units_a_row, HELD[switches["BITS"]] * 2 // rows.array.itemsize)
+    threads = max(ROW_THREADS, lanes)
+    switches["LANES"], switches["HOLD"] = lanes, held
+    switches["WHOLE"], switches["PARTS"] = int(units_a_row % (lanes * held) == 0), int(units_a_row > lanes * held)
+    switches["RESIDENT"] = max(1, RESIDENT[switches["BITS"]] * ROW_THREADS // threads)
+    grid = (blocks_of(rows.tokens * lanes, threads),)
+    launch("guided_rows.cu", "round_each_row", switches, grid, each, arrays, stream, threads=threads)
+
+
+def _row_shape(units: int, held_most: int) -> tuple[int, int]:
+    """Threads that share a row of this many units, and the units that each holds."""
+    lanes = 1
+    while lanes < LANES_MAX and (lanes < min(32, units) or lanes * held_most < units):
+        lanes *= 2
+    return lanes, min(held_most, blocks_of(units, lanes))

@@ -24,8 +24,9 @@ from trace_store.errors import InvalidRequest, Unsupported
 SITES_MAX = 20
 """Sites of one launch: their parameters fit the 4 KiB that every CUDA version passes by value."""
 
-PACK_THREADS, FLIGHT = 128, 2
-"""Threads of a block, and chunks of codes a thread loads before it packs the first."""
+PACK_THREADS = 128
+FLIGHT = {0: 3, 1: 2}
+"""Chunks of codes a thread loads before it packs the first: three where rows are gathered by index, else two."""
 
 _CODE_TYPES = ("uint8", "int8", "int32", "uint32", "float4_e2m1fn_x2")
 _SCALE_TYPES = ("uint8", "int8", "int32", "uint32", "float8_e4m3fn", "float8_e8m0fnu")
@@ -45,8 +46,8 @@ class PackSite:
         format: ``nvfp4``, ``mxfp4`` or ``mxfp4_block16``.
         layout: ``linear``, ``128x4`` or ``8x4``.
         tokens: rows to pack. None: as many as ``slots`` has, else N.
-        slots: int32 or int64 [tokens], the row (or KV slot) of each token; below 0 skips it. None: row t.
-        dest_rows: int32 or int64 [tokens], the record row of each token; below 0 skips it. None: row t.
+        slots: int32 or int64 [tokens], the row (or KV slot) of each token, below 2^31; below 0 skips it. None: row t.
+        dest_rows: int32 or int64 [tokens], the record row of each token, below 2^31; below 0 skips it. None: row t.
         global_scale: float32, one value or [tokens].
         global_scale_kind: ``decode`` (value = code * scale * G) or ``encode`` (its reciprocal, as quantizers take it).
         decode: receives float32 decode scales, [1] or [N].
@@ -155,7 +156,7 @@ def _launch_group(group: list[_Prepared], switches: dict[str, int], stream: int 
         parameters.site[index] = entry.parameters
     grid = (max(entry.blocks for entry in group), len(group))
     arrays = tuple(array for entry in group for array in entry.arrays)
-    switches["FLIGHT"] = FLIGHT
+    switches["FLIGHT"] = FLIGHT[switches["DENSE"]]
     launch("pack.cu", "pack_sites", switches, grid, parameters, arrays, stream, threads=PACK_THREADS)
 
 
@@ -214,7 +215,7 @@ def _prepare(site: PackSite, bits: int) -> _Prepared:
             }.items()
         )
     )
-    return _Prepared(parameters, arrays, switches, blocks_of(parameters.chunks, PACK_THREADS * FLIGHT))
+    return _Prepared(parameters, arrays, switches, blocks_of(parameters.chunks, PACK_THREADS * FLIGHT[int(dense)]))
 
 
 def _bounded(units: int) -> int:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from trace_store import Site, TokenSpan
+from trace_store.checksum import RowKind
 from trace_store.engine import Engine
 from trace_store.errors import Conflict, Incomplete, InvalidRequest, Sealed, StaleAttempt, TraceStoreError
 from trace_store.naming import directory_name
@@ -143,6 +144,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.model = {name: ModelPartition() for name in PARTITIONS}
         self.states: dict[str, tuple[str, list[tuple[int, ModelPartition]]]] = {}
         """By partition: its open segment, and (its size, model) after each operation on it."""
+        self.spoiled: set[str] = set()
+        """Segments with a damaged record, or with one that stands in for it: cut short they would lose it."""
 
     @initialize()
     def start(self) -> None:
@@ -243,6 +246,47 @@ class EngineMachine(RuleBasedStateMachine):
         self.model[partition] = ModelPartition()
         self.states.pop(partition, None)
 
+    @rule(partition=st.sampled_from(PARTITIONS), choice=st.integers(0, 1000))
+    def damage_and_send_again(self, partition: str, choice: int) -> None:
+        """The disk spoils a record, and its writer sends it again: nothing that was promised changes."""
+        found = self._records(partition)
+        if not found:
+            return
+        path, offset, name, attempt, site, start, stop = found[choice % len(found)]
+        with open(path, "r+b") as file:
+            file.seek(offset)
+            byte = file.read(1)[0]
+            file.seek(offset)
+            file.write(bytes([byte ^ 1]))
+        self.spoiled.add(path.stem)
+        seed = self.model[partition].trajectories[name].attempts[attempt].rows[(site, start)]
+        chunk = make_chunk("run", partition, TABLE, name, start, stop, sites=(site,), attempt=attempt, seed=seed)
+        result = self.engine.append("run", partition, chunk, "synced").result(30)
+        assert result.stored <= 1  # none if it had been stored again before
+        open_segment = self._open_segment(partition)
+        if open_segment is not None:
+            self.spoiled.add(open_segment.stem)
+
+    def _records(self, partition: str) -> list[tuple[Path, int, str, int, int, int, int]]:
+        """Records of newest attempts on the disk: file, place of the codes, trajectory, attempt, site, span."""
+        held = self.engine.snapshot_runs()[0].partitions.get(partition)
+        newest = {name: entry.newest for name, entry in self.model[partition].trajectories.items()}
+        found = []
+        for segment in held.segments.values() if held is not None else ():
+            for row in segment.index.rows[segment.index.rows["kind"] == RowKind.RECORD]:
+                name = segment.index.trajectories[int(row["trajectory"])]
+                span = (int(row["site"]), int(row["start"]), int(row["stop"]))
+                if newest.get(name) == row["attempt"] and span in self._held(held, segment.number, name):
+                    found.append((segment.path, int(row["codes_offset"]), name, int(row["attempt"]), *span))
+        return sorted(found, key=lambda item: (item[0].name, item[1]))
+
+    @staticmethod
+    def _held(partition: Any, segment: int, name: str) -> set[tuple[int, int, int]]:
+        """Sites and spans of the newest attempt that a segment has: not those from before a release."""
+        attempt = partition.trajectories[name].newest
+        holdings = (h for h in attempt.overlapping(0, TOKENS + 2) if h.segment == segment)
+        return {(site, h.start, h.stop) for h in holdings for site in h.sites}
+
     @rule()
     def roll(self) -> None:
         self.engine.roll().result(30)
@@ -266,7 +310,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(partition=st.sampled_from(PARTITIONS), share=st.floats(0, 1))
     def torn_crash(self, partition: str, share: float) -> None:
         segment = self._open_segment(partition)
-        if segment is None or partition not in self.states:
+        if segment is None or partition not in self.states or segment.stem in self.spoiled:
             return
         states = self.states[partition][1]
         target = self.root / "torn"

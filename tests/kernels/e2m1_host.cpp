@@ -62,18 +62,26 @@ int64_t compare_values(const float* x, int64_t n, float s, uint32_t record, int 
                                         {outcomes<3, 0>(), outcomes<3, 1>(), outcomes<3, 2>()},
                                         {outcomes<4, 0>(), outcomes<4, 0>(), outcomes<4, 0>()}};
   const int words = bits == 4 ? 2 : 1, size = 4 * words;
+  const int places = compare::places_of(bits, rule);
   const float inv = e2m1::reciprocal(s);
   int64_t wrong = 0;
   for (int64_t i = 0; i < n; i++) {
     if (!e2m1::finite(x[i])) continue;
     uint32_t r = bits == 4 ? record ^ (e2m1::bits_of(x[i]) >> 31 << 3) : record;
-    int place = compare::place_of(x[i], inv), element = (int)(i % 8);
-    uint32_t held = bits == 1 ? r << element : r << (4 * element);
-    uint32_t upper = compare::upper_of(held, element, bits, compare::upper_bits(size));
+    // Among records of 16 elements whose other bits are the complement.
+    int place = compare::place_of(x[i], inv), element = (int)(i % 16);
+    uint32_t planes[3], nibbles = 15u << (element % 8 * 4);
+    for (int j = 0; j < 3; j++) planes[j] = (r >> j & 1u) ? 1u << element : 0xFFFFu & ~(1u << element);
+    if (bits == 4) planes[0] = planes[1] = (~r & 15u) * 0x11111111u ^ nibbles;
+    compare::Records records = compare::arrange(planes, bits);
+    uint32_t upper = compare::upper_of(records, element, bits, compare::upper_bits(size));
     float t = e2m1::multiply_saturated(e2m1::magnitude(x[i]), inv * 0.125f);
-    int entry = (int)compare::offset_of(t, upper, size) / size;
-    entry -= compare::displaced(bits, (int)r, element % 4) * compare::BLOCK;
-    wrong += entry < 0 || entry >= 2 * compare::BLOCK || compare::place_at(entry) != place;
+    int entry = (int)compare::offset_of(t, upper, compare::lower_bits(size, places), size, places) / size;
+    entry -= compare::displaced(bits, (int)r, element % compare::copies(bits)) * (places + 1);
+    const uint32_t* part = tables[bits - 1][rule] + r * e2m1::PLACES * (uint32_t)words;
+    // The entry may stand for a wider range than the place; what counts is the outcome.
+    bool inside = entry >= 0 && entry < 2 * (places + 1);
+    wrong += !inside || memcmp(part + compare::place_at(entry, places) * words, part + place * words, (size_t)size) != 0;
     const uint32_t* word = tables[bits - 1][rule] + (r * e2m1::PLACES + (uint32_t)place) * (uint32_t)words;
     uint32_t raised = word[0] >> compare::RAISED & 1, lowered = word[0] >> compare::LOWERED & 1;
     counts[0]++;

@@ -207,6 +207,9 @@ def test_sources_compile(name: str, architecture: str, tmp_path: Path) -> None:
         "LAYOUT": 1,
         "DENSE": 0,
         "SPLIT": 1,
+        "GAP": 1,
+        "ROWS": 1,
+        "ALIGNED": 0,
     }
     switches = [f"-DTS_{key}={value}" for key, value in values.items()]
     used = set(re.findall(r"\bTS_([A-Z0-9]+)\b", source.read_text())) & set(values)

@@ -65,56 +65,114 @@ struct Outcomes {
 
 // ---- where an outcome is, in shared memory --------------------------------------------------------------------------
 //
-// Entry n + 128 (m - n) + 128 d, n = floor(8 a), m = ceil(8 a), d the displacement of the record, n up to 64: t = a / 8
-// saturates at 1. With u = (127 M + d) + m and f = 128 M + n, floats of one binade whose last bit counts 1, the entry is
-// 128 (u - 127/128 f). Scaled so that the result is a subnormal number, its bits are the byte offset itself: three fused
-// multiply-adds from t to the address, record included.
-const int BLOCK = 128, SATURATED = 64;
-const ts_u32 UPPER = 12484608u - 8388608u, LOWER = 12582912u - 8388608u;  // 127 M, 128 M with M = 98,304, less 2^23
+// Entry n + (N + 1) (m - n) + (N + 1) d, n = floor(N a / 8), m = ceil(N a / 8), d the displacement of the record: t = a / 8
+// saturates at 1, so n goes up to N. N is 32 where every threshold is a multiple of 1/4 (rule paper), else 64: the fewer
+// entries, the fewer banks of shared memory have two that a warp wants at once. N + 1, not N, so that lanes with one n but
+// other records meet different banks. With u = 2^23 + d + m and f = 2^23 + 2^23 / N + n, floats of one binade whose last bit
+// counts 1, the entry is (N + 1) u - N f. Scaled so that the result is a subnormal number, its bits are the byte offset
+// itself: three fused multiply-adds from t to the address, record and place of the table included.
+const ts_u32 NEGATIVE = 0x80000000u;
+TS_FN constexpr int log2_of(int n) { return n > 1 ? 1 + log2_of(n / 2) : 0; }
 
-// size: 4 or 8 bytes an entry. The last bit of u counts 128 entries, 2^-140 or 2^-139.
-TS_FN constexpr ts_u32 upper_bits(int size) { return ((size == 8 ? 11u : 10u) << 23) | UPPER; }
-TS_FN constexpr ts_u32 lower_bits(int size) { return ((size == 8 ? 11u : 10u) << 23) | LOWER; }
-TS_FN constexpr ts_u32 eighths_bits(int size) { return size == 8 ? 0x10000u : 0x8000u; }  // 64 last bits
+// True where outcomes do not change between multiples of 1/4.
+constexpr bool quarters_suffice(int bits, int rule) {
+  for (int record = 0; record < 1 << bits; record++)
+    for (int place = 1; place < e2m1::PLACES - 1; place++) {
+      if (place % 4 == 0 || place % 4 == 3) continue;
+      Outcome here = outcome_of(place, record, bits, rule), next = outcome_of(place + 1, record, bits, rule);
+      if (here.word[0] != next.word[0] || here.word[1] != next.word[1]) return false;
+    }
+  return true;
+}
+constexpr int places_of(int bits, int rule) { return quarters_suffice(bits, rule) ? 32 : 64; }
 
-// Byte offset for t in [0, 1]; upper = upper_bits(size) + displacement.
-TS_FN ts_u32 offset_of(float t, ts_u32 upper, int size) {
+// size: 4 or 8 bytes an entry. The last bit of u counts an entry, that of f N entries.
+TS_FN constexpr ts_u32 upper_bits(int size) { return (ts_u32)(1 + log2_of(size)) << 23; }
+TS_FN constexpr ts_u32 lower_bits(int size, int places) {
+  return NEGATIVE | (ts_u32)(1 + log2_of(size * places)) << 23 | 0x800000u / places;
+}
+
+// Byte offset for t in [0, 1], plus `table`; upper = upper_bits + displacement, lower = lower_bits - table / (N size), table a
+// multiple of N entries.
+TS_FN ts_u32 offset_of(float t, ts_u32 upper, ts_u32 lower, int size, int places) {
+  (void)size;
 #ifdef __CUDACC__
-  float c = e2m1::of_bits(eighths_bits(size));
-  float u = e2m1::multiply_add_up(t, c, e2m1::of_bits(upper));
-  float f = e2m1::multiply_add_down(t, c, e2m1::of_bits(lower_bits(size)));
+  float u = e2m1::multiply_add_up(t, e2m1::of_bits((ts_u32)(places * size)), e2m1::of_bits(upper));
+  float f = e2m1::multiply_add_up(t, e2m1::of_bits(NEGATIVE | (ts_u32)(places * places * size)), e2m1::of_bits(lower));
 #else
   // Sums of a binade's last bits are exact; C++ has no cheap directed rounding.
-  float u = e2m1::of_bits(upper + (ts_u32)std::ceil((double)t * 64.0));
-  float f = e2m1::of_bits(lower_bits(size) + (ts_u32)std::floor((double)t * 64.0));
+  float u = e2m1::of_bits(upper + (ts_u32)std::ceil((double)t * places));
+  float f = e2m1::of_bits(lower + (ts_u32)std::floor((double)t * places));
 #endif
-  return e2m1::bits_of(e2m1::multiply_add(f, -0.9921875f, u));
+  return e2m1::bits_of(e2m1::multiply_add(u, (float)(places + 1), f));
 }
 
-// One bit: the record bit of element i sits at bit 1 + i % 4 of the displacement, so that masking it is all there is to
-// do, and the outcomes of record 1 stand in the table four times. More bits: the record is at bits 1 and up.
-TS_FN constexpr int displaced(int bits, int record, int copy) { return bits == 1 ? record << (1 + copy) : record << 1; }
-constexpr int entries(int bits) { return BLOCK * ((bits == 1 ? 16 : ((1 << bits) - 1) * 2) + 1) + SATURATED; }
-
-// Place at entry e of a record's part, 0 to 64 or 128 to 191, or -1.
-TS_FN constexpr int place_at(int e) {
-  return e % BLOCK > SATURATED || e / BLOCK > 1 ? -1
-         : 2 * (e % BLOCK) + e / BLOCK > 96     ? 96
-                                                : 2 * (e % BLOCK) + e / BLOCK;
+// Displacement of a record, from bit 1 on: between the parts of two records lies the one between multiples of 1/8. Up to
+// three bits the outcomes stand in the table 4 or 2 times, for records that sit higher, so that one shift serves 4 or 2
+// elements and masking is all the rest.
+TS_FN constexpr int copies(int bits) { return bits == 1 ? 4 : (bits < 4 ? 2 : 1); }
+TS_FN constexpr int spread(int record) { return (record & 1) | (record & 2) << 1 | (record & 4) << 2; }
+TS_FN constexpr int displaced(int bits, int record, int copy) {
+  return (bits == 2 || bits == 3 ? spread(record) : record) << (1 + copy);
+}
+constexpr int entries(int bits, int places) {
+  return (places + 1) * (displaced(bits, (1 << bits) - 1, copies(bits) - 1) + 2);
 }
 
-// A byte's bits spread to every fourth bit.
-TS_FN ts_u32 nibbles_of(ts_u32 byte) {
-  ts_u32 w = (byte | byte << 12) & 0x000F000Fu;
-  w = (w | w << 6) & 0x03030303u;
-  return (w | w << 3) & 0x11111111u;
+// Place (of 1/16) at entry e of a record's part: n, or N + 1 + n for between n and n + 1.
+TS_FN constexpr int place_at(int e, int places) {
+  return e % (places + 1) * (128 / places) + (e > places ? 64 / places : 0) > 96
+             ? 96
+             : e % (places + 1) * (128 / places) + (e > places ? 64 / places : 0);
 }
 
-// upper for element i; record: the byte of a plane (1 bit), else a nibble an element. base = upper_bits(size), on the
-// device opaque to the compiler, which would mask and set in two instructions where one takes both.
-TS_FN ts_u32 upper_of(ts_u32 record, int i, int bits, ts_u32 base) {
-  ts_u32 mask = bits == 1 ? 2u << (i % 4) : ((1u << bits) - 1u) << 1;
-  ts_u32 shifted = bits == 1 ? (i < 4 ? record << 1 : record >> 3) : (i == 0 ? record << 1 : record >> (4 * i - (i > 0)));
+// Exchanges bit p of the word with bit p + distance, for the p in `which`.
+TS_FN ts_u32 exchanged(ts_u32 w, ts_u32 distance, ts_u32 which) {
+  ts_u32 t = (w ^ w >> distance) & which;
+  return w ^ t ^ t << distance;
+}
+
+// Byte `half` of three 16-bit words, in order, and 0.
+TS_FN ts_u32 bytes_of(const ts_u32* plane, int half) {
+#ifdef __CUDACC__
+  ts_u32 two = __byte_perm(plane[0], plane[1], half ? 0x0051 : 0x0040);
+  return __byte_perm(two, plane[2], half ? 0x7510 : 0x7410);
+#else
+  return (plane[0] >> 8 * half & 255u) | (plane[1] >> 8 * half & 255u) << 8 | (plane[2] >> 8 * half & 255u) << 16;
+#endif
+}
+
+// The records of 16 elements in the order that upper_of reads. Planes become groups of an element's bits by exchanging
+// the number of the plane with bits of the number of the element: 5 instructions for 16 records of two bits, 20 for
+// three, where spreading each plane took 28 and 42.
+struct Records {
+  ts_u32 word[2];
+};
+
+// plane[j]: 16 bits of plane j; with whole codes plane[h] holds 8 nibbles.
+TS_FN Records arrange(const ts_u32* plane, int bits) {
+  Records r = {{plane[0], 0}};
+  if (bits == 2) r.word[0] = exchanged(plane[0] | plane[1] << 16, 14, 0x0000CCCCu);
+  if (bits == 3)
+    for (int half = 0; half < 2; half++)
+      r.word[half] = exchanged(exchanged(bytes_of(plane, half), 12, 0x0000F0F0u), 6, 0x00CC00CCu);
+  if (bits == 4) r.word[1] = plane[1];
+  return r;
+}
+
+// Where in its word the group of element i of 16 begins: 4 elements of one bit, 2 of two or three bits, one whole code.
+TS_FN constexpr int group_of(int i, int bits) {
+  return bits == 1   ? (i & 12)
+         : bits == 2 ? (i >> 1 & 1) * 16 + (i >> 3) * 8 + (i >> 2 & 1) * 4
+         : bits == 3 ? (i >> 2 & 1) * 16 + (i >> 1 & 1) * 8
+                     : (i & 7) * 4;
+}
+
+// upper for element i of 16. base = upper_bits(size), on the device opaque to the compiler, which would mask and set in
+// two instructions where one takes both.
+TS_FN ts_u32 upper_of(const Records& records, int i, int bits, ts_u32 base) {
+  ts_u32 word = records.word[bits > 2 ? i >> 3 : 0], mask = (ts_u32)displaced(bits, (1 << bits) - 1, i % copies(bits));
+  ts_u32 shifted = group_of(i, bits) == 0 ? word << 1 : word >> (group_of(i, bits) - (group_of(i, bits) > 0));
 #ifdef __CUDACC__
   ts_u32 upper;
   asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(upper) : "r"(shifted), "r"(mask), "r"(base));

@@ -53,6 +53,7 @@ namespace e2m1 {
     return r;                                                         \
   }
 TS_ASM1(magnitude, "abs.f32")
+TS_ASM1(negated, "neg.f32")
 TS_ASM1(reciprocal, "rcp.rn.f32")
 TS_ASM2(divide, "div.rn.f32")
 TS_ASM2(multiply, "mul.rn.f32")
@@ -71,7 +72,7 @@ TS_FN float of_bits(ts_u32 u) { return __uint_as_float(u); }
 TS_FN float reciprocal_ordinary(float s) {
   float seed;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(seed) : "f"(s));
-  return multiply_add(seed, multiply_add(s, of_bits(bits_of(seed) ^ 0x80000000u), 1.0f), seed);
+  return multiply_add(seed, multiply_add(negated(s), seed, 1.0f), seed);
 }
 #else
 TS_FN ts_u32 bits_of(float f) {
@@ -86,6 +87,7 @@ TS_FN float of_bits(ts_u32 u) {
 }
 TS_FN float saturate(float f) { return f > 1.0f ? 1.0f : (f > 0.0f ? f : 0.0f); }
 TS_FN float magnitude(float f) { return std::fabs(f); }
+TS_FN float negated(float f) { return -f; }
 TS_FN float reciprocal(float s) { return 1.0f / s; }
 TS_FN float reciprocal_ordinary(float s) { return 1.0f / s; }
 TS_FN float divide(float a, float b) { return a / b; }

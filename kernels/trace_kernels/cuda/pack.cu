@@ -69,17 +69,19 @@ struct Sites {
   Site site[MAX_SITES];
 };
 
-TS_FN long long index_at(const void* indices, ts_u32 row, bool wide) {
-  return wide ? ((const long long*)indices)[row] : (long long)((const int*)indices)[row];
-}
+// Entry of an index array. Of 64 bits the low 32 hold every index below 2^31 and the sign of a negative one.
+TS_FN int index_at(const void* indices, ts_u32 row, bool wide) { return __ldg((const int*)indices + ((ts_u64)row << wide)); }
 
 // Where a chunk comes from and goes to.
 struct Place {
-  long long slot, dest;  // below 0: skipped
+  int slot, dest;  // below 0: skipped
   ts_u32 row, column, head, within;  // column in the row, head and column in the head, in chunks
   ts_u32 flat;                       // number of the chunk where rows follow each other
 };
 
+TS_FN bool kept(const Place& at) { return at.slot >= 0 && at.dest >= 0; }
+
+// Nothing here looks at an index that it loads: a thread asks for those of all its chunks before it waits for the first.
 TS_FN Place place_of(const Site& s, ts_u32 chunk) {
   Place at;
 #if TS_DENSE && TS_LAYOUT == 0
@@ -96,13 +98,13 @@ TS_FN Place place_of(const Site& s, ts_u32 chunk) {
   at.within = at.column - at.head * s.chunks_a_head.divisor;
 #endif
 #if TS_DENSE
-  at.slot = at.dest = at.row < s.tokens ? (long long)at.row : -1;
+  at.slot = at.dest = at.row < s.tokens ? (int)at.row : -1;
   return at;
 #endif
   at.slot = at.dest = -1;
   if (at.row >= s.tokens) return at;
-  at.slot = s.slots ? index_at(s.slots, at.row, s.flags & SLOTS_64) : (long long)at.row;
-  at.dest = at.slot < 0 ? -1 : s.dest ? index_at(s.dest, at.row, s.flags & DEST_64) : (long long)at.row;
+  at.slot = s.slots ? index_at(s.slots, at.row, s.flags & SLOTS_64) : (int)at.row;
+  at.dest = s.dest ? index_at(s.dest, at.row, s.flags & DEST_64) : (int)at.row;
   return at;
 }
 
@@ -228,15 +230,15 @@ extern "C" __global__ void __launch_bounds__(TS_THREADS) pack_sites(const __grid
   // All places before the first load: a slot has to arrive before its codes can be asked for.
 #pragma unroll
   for (int k = 0; k < TS_FLIGHT; k++) {
-    at[k].dest = -1;
+    at[k].slot = at[k].dest = -1;
     if (first + k * TS_THREADS < s.chunks) at[k] = place_of(s, first + k * TS_THREADS);
   }
 #pragma unroll
   for (int k = 0; k < TS_FLIGHT; k++)
-    if (at[k].dest >= 0) chunk[k] = load_chunk(s, at[k]);
+    if (kept(at[k])) chunk[k] = load_chunk(s, at[k]);
 #pragma unroll
   for (int k = 0; k < TS_FLIGHT; k++) {
-    if (at[k].dest < 0) continue;
+    if (!kept(at[k])) continue;
     store_codes(s, at[k], chunk[k]);
     store_scales(s, at[k], chunk[k].scales);
   }

@@ -81,15 +81,21 @@ TS_FN ts_u32 sign_nibbles(const Unit& x) {
   return ((low >> 4) & 0x08080808u) | (high & 0x80808080u);
 }
 
-// |w| and the larger of two words, per half for 16-bit types; NaN wins.
+// The larger magnitude of two words, per half for 16-bit types; NaN wins. The sign of the result says nothing.
 TS_FN ts_u32 larger_magnitudes(ts_u32 a, ts_u32 b) {
   ts_u32 r;
-#if TS_INPUT == 0
-  asm("{ .reg .b32 p, q; abs.bf16x2 p, %1; abs.bf16x2 q, %2; max.NaN.bf16x2 %0, p, q; }" : "=r"(r) : "r"(a), "r"(b));
-#elif TS_INPUT == 1
-  asm("{ .reg .b32 p, q; abs.f16x2 p, %1; abs.f16x2 q, %2; max.NaN.f16x2 %0, p, q; }" : "=r"(r) : "r"(a), "r"(b));
-#else
+#if TS_INPUT == 2
   r = max(a & e2m1::MAGNITUDE_BITS, b & e2m1::MAGNITUDE_BITS);
+#elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+#if TS_INPUT == 0
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
+  asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#endif
+#elif TS_INPUT == 0
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a & 0x7FFF7FFFu), "r"(b & 0x7FFF7FFFu));
+#else
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a & 0x7FFF7FFFu), "r"(b & 0x7FFF7FFFu));
 #endif
   return r;
 }
@@ -99,13 +105,12 @@ TS_FN ts_u32 largest_magnitude(const Unit& unit) {
   ts_u32 largest = unit.w[0];
 #pragma unroll
   for (int i = 1; i < WORDS; i++) largest = larger_magnitudes(largest, unit.w[i]);
-#if TS_INPUT == 2
-  return largest;
-#else
+#if TS_INPUT != 2
   Unit pair;
   pair.w[0] = larger_magnitudes(largest, __byte_perm(largest, 0, 0x1032));
-  return e2m1::bits_of(element(pair, 0));
+  largest = e2m1::bits_of(element(pair, 0));
 #endif
+  return largest & e2m1::MAGNITUDE_BITS;
 }
 
 // 0 * x is a zero for a number and NaN for infinity and NaN, so a chain of fused multiply-adds carries any of them to the
