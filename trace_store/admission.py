@@ -2,9 +2,11 @@
 
     attempt older than the newest            StaleAttempt
     attempt sealed, rows not yet there       Sealed; stored if the disk lost rows of the attempt after its seal
-    rows there, same bytes                   duplicate, not stored again
+    rows there, same bytes                   duplicate, not stored again; but stored again if another server may have
+                                             released them meanwhile
     rows there, other bytes                  Conflict
-    rows there, but damaged on the disk      stored anew, also of a sealed attempt: the writer has them, we have not
+    rows there, but damaged on the disk      stored anew, of a sealed attempt only if the record is the same by its
+                                             checksum: the writer has them, we have not
     span partly there                        the rest is cut out and stored
 
 A chunk is admitted whole or not at all. Rows are compared by checksum when spans agree and byte by byte otherwise.
@@ -29,8 +31,8 @@ from trace_store.record import Site
 class Stored(Protocol):
     """Looks at stored records, by segment number and index row; ``stored.StoredRecords`` on a volume."""
 
-    def needs_look(self, number: int, row: int) -> bool:
-        """Whether a record of the right checksum may still be damaged."""
+    def is_safe(self, number: int) -> bool:
+        """Whether nobody but this server can have released what is in a segment."""
 
     def is_whole(self) -> bool:
         """Whether all segments are known, so that a sealed row which is not there is lost and not just elsewhere."""
@@ -102,9 +104,8 @@ def _sort_records(
         good: list[tuple[int, int]] = []
         for holding in reversed(known):
             # What was stored anew is good; the damaged copy that it replaced need not be read for each retry.
-            if gaps(good, max(group.start, holding.start), min(group.stop, holding.stop)) and _is_stored(
-                partition, record, holding, stored
-            ):
+            needed = gaps(good, max(group.start, holding.start), min(group.stop, holding.stop))
+            if needed and _is_stored(partition, record, holding, stored, attempts[position]):
                 good.append((holding.start, holding.stop))
         missing = gaps(good, group.start, group.stop)
         if not missing:
@@ -125,11 +126,13 @@ def _sort_records(
     return Admission(kept, duplicates)
 
 
-def _is_stored(partition: Partition, record: RecordView, holding: Holding, stored: Stored) -> bool:
-    """Whether a holding has the record's rows where they overlap; False if its bytes are damaged.
+def _is_stored(
+    partition: Partition, record: RecordView, holding: Holding, stored: Stored, attempt: Attempt | None
+) -> bool:
+    """Whether a holding has the record's rows where they overlap, for good; False if it was damaged or may be released.
 
     Raises:
-        Conflict: it has other rows.
+        Conflict: it has other rows, or damaged ones of which nobody can tell what they were.
     """
     group = record.group
     number = group.sites[record.position]
@@ -137,26 +140,33 @@ def _is_stored(partition: Partition, record: RecordView, holding: Holding, store
     stored_row = partition.segments[holding.segment].index.rows[row]
     same_span = (holding.start, holding.stop) == (group.start, group.stop)
     same = same_span and int(stored_row["checksum"]) == group.checksums[record.position]
-    if same and not stored.needs_look(holding.segment, row):
-        return True
+    safe = stored.is_safe(holding.segment)
+    if same and not safe:
+        return False
     low, high = max(group.start, holding.start), min(group.stop, holding.stop)
     site = partition.run.sites[number]
     try:
         theirs = _rows(site, *stored.read(holding.segment, row), holding.start, holding.stop, low, high)
     except DataLoss:
-        # The checksum outlives its bytes: what is surely another record must not take the place of the lost one.
+        # The checksum outlives its bytes: what is surely another record must not take the place of the lost one, and
+        # in a sealed attempt only what is surely the same.
         comparable = int(stored_row["policy_version"]) == group.policy_version
         comparable &= int(stored_row["tensor_bytes"]) == record.tensor_scales.nbytes
-        if same or not (same_span and comparable):
+        sealed = attempt is not None and attempt.sealed is not None
+        if same or not (sealed or (same_span and comparable)):
             return False
-        theirs = None
+        raise Conflict(
+            f"rows are damaged on the disk, send their record again as it was or write a new attempt,"
+            f" trajectory={group.trajectory!r} attempt={group.attempt} site={site.name}"
+            f" tokens=[{holding.start}, {holding.stop})"
+        ) from None
     ours = _rows(site, record.codes, record.scales, record.tensor_scales, group.start, group.stop, low, high)
     if ours != theirs:
         raise Conflict(
             f"rows were written before with other bytes, trajectory={group.trajectory!r} attempt={group.attempt}"
             f" site={site.name} tokens=[{low}, {high})"
         )
-    return True
+    return safe
 
 
 def _rows(

@@ -80,15 +80,16 @@ class Attempt:
         sealed: None, or (tokens, prompt tokens).
         sealed_rows: token rows over all sites that the attempt held when it was sealed.
         version: which of the seals of this number it was, the same on every server; 0 while open.
+        seal_segment: number of the segment that holds the seal.
         stop_max: end of the last group.
     """
 
-    __slots__ = ("_columns", "_site_sets", "number", "sealed", "sealed_rows", "stop_max", "version")
+    __slots__ = ("_columns", "_site_sets", "number", "seal_segment", "sealed", "sealed_rows", "stop_max", "version")
 
     def __init__(self, number: int, site_sets: list[SiteSet]) -> None:
         self.number = number
         self.sealed: tuple[int, int] | None = None
-        self.sealed_rows = self.version = 0
+        self.sealed_rows = self.version = self.seal_segment = 0
         self.stop_max = 0
         self._columns = array("I")
         self._site_sets = site_sets
@@ -98,7 +99,7 @@ class Attempt:
 
     def seal(self, tokens: int, prompt_tokens: int, rows: int, segment: Segment) -> None:
         """Close it to new rows; ``segment`` holds the seal."""
-        self.sealed, self.sealed_rows = (tokens, prompt_tokens), rows
+        self.sealed, self.sealed_rows, self.seal_segment = (tokens, prompt_tokens), rows, segment.number
         self.version = xxhash.xxh3_64_intdigest(segment.path.stem.encode()) or 1
 
     def add(self, segment: int, first_row: int, start: int, stop: int, site_set: int) -> None:

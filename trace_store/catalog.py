@@ -160,7 +160,7 @@ class Partition:
         segment.entered_rows = len(segment.index)
         names: set[str] = set()
         for name, event in events_of(segment, first_row, segment.entered_rows):
-            if event.kind == RowKind.SEAL:
+            if event.kind == RowKind.SEAL and not self._is_visible(name, event.attempt):
                 self.unpublished.add((name, event.attempt))
             names.add(name)
             self._apply(name, event)
@@ -195,6 +195,10 @@ class Partition:
             attempt = self.attempt(name, number)
         site_set = self.run.site_set(event.sites)
         attempt.add(event.segment.number, event.row, event.start, event.stop, site_set)
+
+    def _is_visible(self, name: str, number: int) -> bool:
+        entry = self.trajectories.get(name)
+        return entry is not None and entry.sealed is not None and entry.sealed.number == number
 
     def _is_current(self, name: str, number: int) -> bool:
         """Whether no newer attempt of the trajectory is known."""

@@ -260,10 +260,11 @@ class Engine:
         self._shard.submit(command, urgent=True)
 
     def prepare(self, run: str, partition: str) -> None:
-        """Before writes to a partition: learn what other servers have uploaded of it, so that their seals and newer
-        attempts count here. Waits for the object store; does nothing without one. Raises NotFound, StorageFailed."""
+        """Before writes to a partition: learn what other servers have uploaded and released of it, so that their seals
+        and newer attempts count here, and no more what is gone. Waits for the object store; does nothing without one.
+        Raises NotFound, StorageFailed."""
         if self._tier is not None:
-            self._tier.look_again(self._find(run), check_name(partition, "partition"))
+            self._tier.catch_up(self._find(run), self._partition(run, partition))
 
     def load_listing(self, run: str) -> None:
         """Before a listing: bring what the object store holds of a run, or the runs. Raises NotFound, StorageFailed."""
@@ -350,4 +351,4 @@ class Engine:
         def distrust(number: int) -> None:
             self._volume.distrust(partition, number)
 
-        return Read(plan, leased, spans, spares, distrust, self._shard.suspects.note)
+        return Read(plan, leased, spans, spares, distrust)

@@ -14,7 +14,7 @@ import numpy as np
 
 from trace_store.fetch import OpenSegment, Slice, Undelivered, fetch
 from trace_store.gather import Places, file_order, gather, select
-from trace_store.planner import Missing, MissingReason, ReadPlan
+from trace_store.planner import Missing, ReadPlan
 from trace_store.record import TokenSpan
 from trace_store.rescue import Rescue
 from trace_store.segment.schema import SEALED_SUFFIX
@@ -30,12 +30,10 @@ class Read:
         spans: Sequence[TokenSpan],
         spares: Mapping[int, OpenSegment] | None = None,
         on_damage: Callable[[int], None] = lambda number: None,
-        on_loss: Callable[[int, int], None] = lambda number, row: None,
     ) -> None:
-        """``spares`` are other copies of segments, by number; ``on_damage`` hears which ones had to stand in.
-        ``on_loss`` hears of damaged rows, by segment and index row."""
+        """``spares`` are other copies of segments, by number; ``on_damage`` hears which ones had to stand in."""
         self._plan, self._segments, self._spans = plan, segments, spans
-        self._spares, self._on_damage, self._on_loss = spares or {}, on_damage, on_loss
+        self._spares, self._on_damage = spares or {}, on_damage
         self.missing: list[Missing] = list(plan.missing)
         self.served = plan.served
 
@@ -96,9 +94,6 @@ class Read:
         self.close()
 
     def _rescue(self, plan: ReadPlan, lost: Sequence[Undelivered]) -> Rescue:
-        for item in lost:
-            if item.reason == MissingReason.DATA_LOSS:
-                self._on_loss(int(plan.segment[item.position]), int(plan.row[item.position]))
         return Rescue(plan, lost, self._segments, self._spares)
 
     def _settle(self, stood_in: set[int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from trace_store.admission import check_attempt_state
 from trace_store.catalog import Partition, holes
 from trace_store.checksum import RowKind
@@ -13,8 +15,13 @@ from trace_store.segment.writer import ControlRow
 _HOLES_SHOWN = 3
 
 
-def seal_attempt(partition: Partition, command: SealCommand, server: str) -> tuple[Receipt, ControlRow | None]:
+def seal_attempt(
+    partition: Partition, command: SealCommand, server: str, is_safe: Callable[[int], bool]
+) -> tuple[Receipt, ControlRow | None]:
     """The receipt of a seal, and the row to write; no row when the same seal was written before.
+
+    ``is_safe``: whether nobody but this server can have released what is in a segment. A seal that somebody may have
+    released is written again.
 
     Raises:
         StaleAttempt: a newer attempt exists.
@@ -54,7 +61,9 @@ def seal_attempt(partition: Partition, command: SealCommand, server: str) -> tup
         segments=tuple(sorted(partition.segments[number].path.stem for number in segments)),
         holes=named,
     )
-    if attempt is not None and attempt.sealed is not None:
-        return receipt, None
     rows = attempt.rows() if attempt is not None else 0
+    if attempt is not None and attempt.sealed is not None:
+        if is_safe(attempt.seal_segment):
+            return receipt, None
+        rows = attempt.sealed_rows  # what is lost of them stays known to be lost
     return receipt, (RowKind.SEAL, command.trajectory, command.attempt, command.prompt_tokens, command.tokens, rows)

@@ -24,7 +24,7 @@ from typing import Any, TypeGuard
 from trace_store.admission import admit
 from trace_store.attempt import Segment
 from trace_store.catalog import Partition
-from trace_store.chunk import check_chunk
+from trace_store.chunk import Chunk, check_chunk
 from trace_store.commands import AppendCommand, AppendResult, Command, ReleaseCommand, RollCommand, SealCommand
 from trace_store.errors import StorageFailed, TraceStoreError, Unavailable
 from trace_store.gate import DiskGate
@@ -33,7 +33,7 @@ from trace_store.mixture import refuse_mixture
 from trace_store.repair import Place, Repairs
 from trace_store.seal import seal_attempt
 from trace_store.segment.writer import ControlRow, SegmentWriter
-from trace_store.stored import StoredRecords, Suspects
+from trace_store.stored import StoredRecords
 from trace_store.syncer import Syncer
 from trace_store.volume import Volume
 
@@ -94,7 +94,6 @@ class Shard:
     ) -> None:
         """``gate`` brakes appends on a nearly full disk; with ``upload`` segments are rolled early and kept small."""
         self._volume, self._clock, self._gate = volume, clock, gate
-        self.suspects = Suspects()
         self._roll_sealed_s = ROLL_SEALED_S if upload else None
         self._segment_bytes_max = UPLOAD_BYTES_MAX if upload else SEGMENT_BYTES_MAX
         self._queue: deque[Command] = deque()
@@ -236,7 +235,7 @@ class Shard:
         for group in command.chunk.groups:
             _raise_deferred(partition, group.trajectory, group.attempt)
         check_chunk(command.chunk, partition.run.name, partition.name, partition.run.sites)
-        with StoredRecords(self._volume, partition, self.suspects) as records:
+        with StoredRecords(self._volume, partition) as records:
             admission = admit(partition, command.chunk, records)
         stored = 0
         if admission.chunk is not None:
@@ -244,21 +243,30 @@ class Shard:
             if self._gate is not None:
                 self._gate.admit(admission.chunk.payload_bytes)
             compress = self._may_compress(admission.chunk.scales.nbytes)
-            if any(partition.is_sealed(group.trajectory, group.attempt) for group in admission.chunk.groups):
-                with self._volume.lock:  # the rows replace lost ones: they must be seen to know the seal
-                    known = self._volume.known(partition)
-                self._write_controls(partition, [], known)
-            chunk = admission.chunk
-            self._write(
-                partition,
-                methodcaller("append_chunk", chunk, compress),
-                lambda segment, first_row: partition.apply_groups(segment, first_row, chunk.groups),
-            )
+            self._write_chunk(partition, admission.chunk, compress)
         result = AppendResult(stored, admission.duplicates)
         if command.durability == "synced":
             self._answer_synced(command.future, result)
         elif command.durability == "written":
             command.future.set_result(result)
+
+    def _write_chunk(self, partition: Partition, chunk: Chunk, compress: bool) -> None:
+        tail = self._open_segment(partition)
+        if not any(partition.is_sealed(group.trajectory, group.attempt) for group in chunk.groups):
+            write = methodcaller("append_chunk", chunk, compress)
+            self._write(tail, write, lambda segment, row: partition.apply_groups(segment, row, chunk.groups))
+            return
+        # The rows replace others of a sealed attempt: to count, they must be seen to know its seal.
+        with self._volume.lock:
+            told, known = known_rows(self._volume.known(partition).stems, tail.told)
+
+        def write_both(writer: SegmentWriter) -> None:
+            if known:
+                writer.append_controls(known)
+            writer.append_chunk(chunk, compress)
+
+        self._write(tail, write_both, partition.apply)
+        tail.told = told
 
     def _may_compress(self, size: int) -> bool:
         """Take ``size`` out of the second's allowance, if there is as much and no command waits meanwhile."""
@@ -274,15 +282,15 @@ class Shard:
         partition = self._volume.live(command.partition)
         _raise_deferred(partition, command.trajectory, command.attempt)
         compared_at = -1
-        while True:
-            with self._volume.lock:
-                # What another thread has loaded meanwhile would be sealed without having been compared.
-                if compared_at == partition.changes:
-                    receipt, row = seal_attempt(partition, command, self._volume.server)
-                    known = self._volume.known(partition)
-                    break
-                compared_at = partition.changes
-            with StoredRecords(self._volume, partition, self.suspects) as records:
+        with StoredRecords(self._volume, partition) as records:
+            while True:
+                with self._volume.lock:
+                    # What another thread has loaded meanwhile would be sealed without having been compared.
+                    if compared_at == partition.changes:
+                        receipt, row = seal_attempt(partition, command, self._volume.server, records.is_safe)
+                        known = self._volume.known(partition)
+                        break
+                    compared_at = partition.changes
                 refuse_mixture(partition, command.trajectory, command.attempt, records)
         if row is not None:
             self._write_controls(partition, [row], known)
@@ -313,25 +321,17 @@ class Shard:
         """Write seals or releases, behind KNOWN rows for what their decision knew and the segment does not name yet."""
         tail = self._open_segment(partition)
         told, rows = known_rows(known.stems, tail.told)
-        if not (rows or controls):
-            return
         self._write(
-            partition,
+            tail,
             methodcaller("append_controls", [*rows, *controls]),
             lambda segment, first_row: partition.apply(segment, first_row, known.changes),
         )
         tail.told = told
-        if controls:
-            self._roll_soon(partition)
+        self._roll_soon(partition)
 
-    def _write(
-        self,
-        partition: Partition,
-        write: Callable[[SegmentWriter], Any],
-        enter: Callable[[Segment, int], None],
-    ) -> None:
-        """Write rows to the partition's open segment and enter those from a first row on in the catalog."""
-        tail = self._open_segment(partition)
+    def _write(self, tail: _Open, write: Callable[[SegmentWriter], Any], enter: Callable[[Segment, int], None]) -> None:
+        """Write rows to an open segment and enter those from a first row on in the catalog."""
+        partition = tail.partition
         writer, first_row = tail.writer, len(tail.writer.index)
         try:
             write(writer)

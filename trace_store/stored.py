@@ -1,13 +1,12 @@
 """Read back what is stored, for comparison with what is sent again: a damaged record must not count as a duplicate.
 
-A retry is rare and its rows were written moments ago, so a local record is read and verified each time; its segment is
-opened once a message. A record in the object store alone is verified only after a read has found it damaged: a client
-that sends a whole trajectory again must not make the writer wait for a round trip a record.
+A retry is rare and its rows were written moments ago, so a record is read and verified each time; its segment is opened
+once a message. What was offered to an object store is no duplicate anyway (``is_safe``), so that a client which sends a
+whole trajectory again does not make the writer wait for a round trip a record.
 """
 
 from __future__ import annotations
 
-import threading
 from types import TracebackType
 
 from trace_store.catalog import Partition
@@ -16,34 +15,15 @@ from trace_store.fetch import OpenSegment, read_record
 from trace_store.segment.schema import SEALED_SUFFIX
 from trace_store.volume import Volume
 
-SUSPECTS_MAX = 100_000
-"""Damaged rows remembered, 10 MB; a store with more of them has lost a disk, and reads find them again."""
-
 StoredRecord = tuple[memoryview, memoryview, memoryview]
 """Codes, uncompressed scales, tensor scales."""
-
-
-class Suspects:
-    """Rows that reads found damaged, by segment number and index row. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._rows: set[tuple[int, int]] = set()
-        self._lock = threading.Lock()
-
-    def note(self, number: int, row: int) -> None:
-        with self._lock:
-            if len(self._rows) < SUSPECTS_MAX:
-                self._rows.add((number, row))
-
-    def __contains__(self, place: tuple[int, int]) -> bool:
-        return place in self._rows
 
 
 class StoredRecords:
     """Records of one partition for the time of one append. Use ``with``; the writer's thread only."""
 
-    def __init__(self, volume: Volume, partition: Partition, suspects: Suspects) -> None:
-        self._volume, self._partition, self._suspects = volume, partition, suspects
+    def __init__(self, volume: Volume, partition: Partition) -> None:
+        self._volume, self._partition = volume, partition
         self._open: dict[int, OpenSegment] = {}
 
     def __enter__(self) -> StoredRecords:
@@ -56,9 +36,9 @@ class StoredRecords:
             segment.source.close()
         self._open.clear()
 
-    def needs_look(self, number: int, row: int) -> bool:
-        """Whether a record counts as stored only after its bytes were verified."""
-        return self._partition.segments[number].local or (number, row) in self._suspects
+    def is_safe(self, number: int) -> bool:
+        """Whether a segment was never offered to an object store, where another server may have released it."""
+        return self._volume.objects is None or self._partition.segments[number].path.suffix != SEALED_SUFFIX
 
     def is_whole(self) -> bool:
         """Whether all segments of the partition are known."""

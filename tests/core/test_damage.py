@@ -118,6 +118,20 @@ def test_a_part_of_a_damaged_record_replaces_that_part(
     assert lost(store, 0, high, include_open=True) == set()
 
 
+@pytest.mark.parametrize("part", [(0, 4), (4, 8), (2, 6)])
+def test_of_a_sealed_attempt_only_the_same_record_replaces_a_damaged_one(store: Any, part: tuple[int, int]) -> None:
+    """Nobody can tell whether a part is what was lost, and the whole one must still be welcome afterwards."""
+    store.append("t", 0, 8)
+    store.seal("t", 9)
+    spoil(store, 0, 8)
+    for seed in (0, 1):
+        with pytest.raises(Conflict, match="damaged"):
+            store.append("t", *part, seed=seed)
+    assert lost(store, 0, 8) == {(0, 0, 8)}
+    assert store.append("t", 0, 8).stored == 1
+    assert lost(store, 0, 8) == set()
+
+
 def test_other_rows_do_not_take_the_place_of_damaged_ones(store: Any) -> None:
     store.append("t", 0, 8)
     spoil(store, 0, 8)

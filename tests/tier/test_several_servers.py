@@ -212,6 +212,43 @@ def test_a_seal_without_rows_does_not_hide_the_complete_one(sidecar: Make, low: 
         assert content(server, "t") == (expected("t"), set())
 
 
+@pytest.mark.parametrize("of_partition", [True, False], ids=["partition", "trajectory"])
+@pytest.mark.parametrize("writer", ["a", "b"])
+def test_rows_sent_again_outlive_a_release_that_their_server_has_not_heard_of(
+    sidecar: Make, of_partition: bool, writer: str
+) -> None:
+    """What another server may have released is no duplicate: the acknowledgement would stand on nothing."""
+    first, second = sidecar("a"), sidecar("b")
+    write(first if writer == "a" else second, "t")
+    settle(first, second)
+    assert content(second, "t") == (expected("t"), set())
+    assert first.engine.release(RUN, PARTITION, None if of_partition else ["t"]).result(30) == 1
+    assert first.engine._volume.deleter.drain(10)
+    append(second, "t", 0, 8)  # it sees the old rows, which are the same
+    seal(second, "t", 8)
+    settle(first, second)
+    second.tier.follow()
+    for server in (first, second, sidecar("c")):
+        assert content(server, "t") == (expected("t"), set())
+    second.engine.close()
+    assert content(sidecar("b"), "t") == (expected("t"), set())
+
+
+def test_a_server_that_writes_hears_of_a_release(sidecar: Make) -> None:
+    """Other rows in place of released ones are no conflict, once the stream's server has asked the bucket."""
+    first, second = sidecar("a"), sidecar("b")
+    write(first, "t", seed=1)
+    first.upload()
+    assert content(second, "t") == (expected("t", seed=1), set())
+    first.engine.release(RUN, PARTITION).result(30)
+    assert first.engine._volume.deleter.drain(10)
+    second.engine.prepare(RUN, PARTITION)
+    write(second, "t", seed=2)
+    settle(first, second)
+    for server in (first, second, sidecar("c")):
+        assert content(server, "t") == (expected("t", seed=2), set())
+
+
 def test_rows_that_could_not_be_loaded_are_not_taken_for_lost(sidecar: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other bytes in their place would be acknowledged, and served instead of theirs."""
     first, second = sidecar("a"), sidecar("b")

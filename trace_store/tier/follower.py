@@ -44,7 +44,7 @@ class Follower:
                     self._take_from_bucket(partition, segment, info)
                 elif is_marked(segment.path):
                     segment.uploaded = True  # and gone since: asked for by name below
-            self._drop_vanished(partition)
+            self.drop_vanished(partition)
 
     def follow(self) -> str:
         """List the bucket, load news of partitions that are in use, drop what others released. Why that failed."""
@@ -54,7 +54,7 @@ class Follower:
                 place = partition_place(partition)
                 if partition.segments and self._loader.missing(place):
                     self._loader.load(partition.run, place)
-                self._drop_vanished(partition)
+                self.drop_vanished(partition)
         except StorageFailed as error:
             log.warning("the object store cannot be followed: %s", error)
             return str(error)
@@ -64,7 +64,8 @@ class Follower:
         with self._volume.lock:
             return [p for run in self._volume.runs.values() for p in run.partitions.values()]
 
-    def _drop_vanished(self, partition: Partition) -> None:
+    def drop_vanished(self, partition: Partition) -> None:
+        """Drop what the bucket was seen to have and has no more. On any thread. Raises StorageFailed."""
         place = partition_place(partition)
         listed = self._view.objects(place)
         with self._volume.lock:

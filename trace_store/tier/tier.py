@@ -286,6 +286,15 @@ class ObjectTier:
         """The same after listing the partition anew, for a read that missed; at most every RELIST_S."""
         return self._load(run, place_of(run.name, partition), relist_s=RELIST_S)
 
+    def catch_up(self, run: Run, partition: Partition) -> None:
+        """Before writes: take over what others have uploaded, and drop what they have released."""
+        self.look_again(run, partition.name)
+        if self._follower is not None:
+            try:
+                self._follower.drop_vanished(partition)
+            except StorageFailed as error:
+                self._unreachable = str(error)
+
     def ensure_all(self, run: Run) -> None:
         """Load every partition of a run, for a listing. Raises StorageFailed."""
         self._check_joined()
