@@ -144,9 +144,13 @@ class FleetClient(Client):
         self._fleet, self._arena_bytes = fleet, arena_bytes
 
     def describe(self) -> dict[str, str]:
-        """As ``Client.describe``, of the server that writes go to. Reads of a fleet come over the connection."""
-        channel = self._fleet.in_order()[0].channel
-        return {**Client(channel).describe(), "target": ",".join(e.channel.target for e in self._fleet.endpoints)}
+        """As ``Client.describe`` of the server that writes go to; ``reads`` is how they come from the server on this
+        host, if there is one. From others they come over the connection."""
+        healthy = [Client(endpoint.channel).describe() for endpoint in self._fleet.in_order()]
+        nearest = min(healthy, key=lambda found: ("files", "arena", "stream").index(found["reads"]))
+        reads = nearest["reads_reason"] if nearest["reads"] == "files" else nearest["reason"]
+        target = ",".join(endpoint.channel.target for endpoint in self._fleet.endpoints)
+        return {**healthy[0], "target": target, "reads": nearest["reads"], "reads_reason": reads}
 
     def register(self, run: str, sites: Sequence[Site]) -> bool:
         """Create a run on every server that answers. True if it was new to one of them."""

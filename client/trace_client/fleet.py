@@ -15,12 +15,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import grpc
 
 from trace_client.channel import CONNECT_TIMEOUT_S, Channel
-from trace_store.errors import DeadlineExceeded, InvalidRequest, NotFound, TraceStoreError, Unavailable
+from trace_store.errors import DeadlineExceeded, InvalidRequest, NotFound, TraceStoreError, Unavailable, Unsupported
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 DOWN_S = 5.0
@@ -96,6 +97,8 @@ class Fleet:
             raise Unavailable(f"no server answers, targets={targets} waited_s={CONNECT_TIMEOUT_S:g}")
         for endpoint in ready:
             endpoint.ask_name()
+            with suppress(*GONE, Unsupported):
+                endpoint.channel.arenas.probe()
 
     def in_order(self, first: Endpoint | None = None) -> list[Endpoint]:
         """Healthy endpoints, ``first`` in front, in the caller's order; all of them when none is healthy."""

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from trace_client.arena import Arena
 from trace_client.fleet import GONE, Endpoint, Fleet
 from trace_client.fleet_merge import invalidate, merge, packed
-from trace_client.microbatch import REASONS, Buffers, Microbatch, MissingRows, rows_of
+from trace_client.microbatch import (
+    REASONS,
+    Buffers,
+    Microbatch,
+    MissingRows,
+    SpareBuffers,
+    plan_layout,
+    rows_of,
+    view_microbatch,
+)
 from trace_client.prefetch import Prefetch
 from trace_client.reader import READ_TIMEOUT_S, Reader, Span, check_spans
-from trace_store.errors import InvalidRequest, TraceStoreError, Unavailable
+from trace_store.errors import InvalidRequest, TraceStoreError, Unavailable, Unsupported
 from trace_store.record import Receipt, Site, TokenSpan, check_name
 
 REMEMBERED_MAX = 100_000
@@ -28,6 +39,18 @@ _TELLING = [REASONS[number] for number in (4, 7, 6, 5, 3, 8, 2, 1)]
 """Reasons, the most telling first: what one server knows of a trajectory says more than that another has not got it."""
 
 
+class _ArenaLost(Exception):
+    """A read into shared memory broke off: the server may still be writing there."""
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Memory that a read lands in, and the server that it is shared with."""
+
+    endpoint: Endpoint
+    arena: Arena
+
+
 class FleetReader:
     """Reader of one run and partition over several servers. Thread-safe."""
 
@@ -38,6 +61,7 @@ class FleetReader:
         self._servers = {receipt.trajectory: receipt.server for receipt in receipts if receipt.partition == partition}
         self._homes: dict[str, Endpoint] = {}
         self._readers: dict[int, Reader] = {}
+        self._spare = SpareBuffers()
 
     def read(
         self,
@@ -49,7 +73,9 @@ class FleetReader:
         policy_version_min: int = 0,
         timeout_s: float = READ_TIMEOUT_S,
     ) -> Microbatch:
-        """As ``Reader.read``. Rows that their server had sealed and not uploaded when it went away are missing with
+        """As ``Reader.read``; where a server of the fleet is on this host, through memory that is shared with it.
+
+        Rows that their server had sealed and not uploaded when it went away are missing with
         reason ``not uploaded`` if a receipt says that they existed, else ``server unreachable``.
 
         Raises:
@@ -59,7 +85,35 @@ class FleetReader:
         wanted = check_spans(spans)
         chosen = self.sites if sites is None else tuple(sites)
         options = {"include_open": include_open, "policy_version_min": policy_version_min, "timeout_s": timeout_s}
-        batch = (out or Buffers()).microbatch(self._check(chosen), rows_of(wanted))
+        layout = plan_layout(self._check(chosen), rows_of(wanted))
+        buffers = out if out is not None else self._spare.take()
+        shared = self._share(buffers, layout.size, wanted)
+        if shared is not None:
+            batch = view_microbatch(shared.arena.array(), layout)
+            if out is None:
+                self._spare.give_back_after(batch.memory, buffers)
+            try:
+                return self._read(batch, wanted, chosen, options, shared)
+            except _ArenaLost:
+                buffers.drop_arena()
+            except BaseException:
+                buffers.drop_arena()
+                raise
+            buffers = out if out is not None else Buffers()  # spare ones go back when that batch is gone
+        batch = view_microbatch(buffers.memory(layout.size), layout)
+        if out is None:
+            self._spare.give_back_after(batch.memory, buffers)
+        return self._read(batch, wanted, chosen, options, None)
+
+    def _read(
+        self,
+        batch: Microbatch,
+        wanted: Sequence[TokenSpan],
+        chosen: tuple[Site, ...],
+        options: dict[str, Any],
+        shared: _Shared | None,
+    ) -> Microbatch:
+        """Ask one server after another until nothing is open. Raises _ArenaLost: all of it has to be read again."""
         asked: dict[int, list[Endpoint]] = {number: [] for number in range(len(wanted))}
         reasons: dict[str, set[str]] = {}
         answered: set[str] = set()
@@ -72,10 +126,13 @@ class FleetReader:
                 asked_now = [wanted[number] for number in numbers]
                 again = not answered.isdisjoint(span.trajectory for span in asked_now)
                 try:
-                    part = self._fill(endpoint, batch, asked_now, chosen, options, again=again)
+                    arena = shared.arena if shared is not None and shared.endpoint is endpoint else None
+                    part = self._fill(endpoint, batch, asked_now, chosen, options, again=again, arena=arena)
                 except GONE as error:
                     endpoint.mark_down()
                     failure = error
+                    if arena is not None and not again:
+                        raise _ArenaLost from error
                     if not again:
                         invalidate(batch, asked_now)
                     continue
@@ -85,6 +142,22 @@ class FleetReader:
             raise failure
         self._report(batch, wanted, chosen, reasons)
         return batch
+
+    def _share(self, buffers: Buffers, size: int, wanted: Sequence[TokenSpan]) -> _Shared | None:
+        """Memory that is shared with the server that is asked for most spans, of those on this host."""
+        everything = set(range(len(wanted)))
+        groups = self._groups(wanted, everything, {number: [] for number in everything})
+        for endpoint, _ in sorted(groups, key=lambda group: -len(group[1])):
+            try:
+                arena = buffers.arena(endpoint.channel.arenas, size)
+            except GONE:
+                endpoint.mark_down()
+            except Unsupported:
+                pass  # arena="required" is for writes; a server of a fleet may be anywhere
+            else:
+                if arena is not None:
+                    return _Shared(endpoint, arena)
+        return None
 
     def prefetch(
         self,
@@ -127,8 +200,10 @@ class FleetReader:
         options: dict[str, Any],
         *,
         again: bool,
+        arena: Arena | None,
     ) -> list[MissingRows]:
-        """Read spans from one server; ``again``: another one has answered for them and may have left rows."""
+        """Read spans from one server; ``again``: another one has answered for them and may have left rows. ``arena``:
+        the memory of the batch, shared with this server."""
         reader = self._readers.get(id(endpoint))
         if reader is None:
             try:
@@ -143,7 +218,12 @@ class FleetReader:
             raise Unavailable(f"a server has another site table of the run, target={endpoint.channel.target}")
         if not again:
             batch.missing.clear()
-            reader.fill(batch, spans, **options)
+            try:
+                reader.fill(batch, spans, arena=arena, **options)
+            except InvalidRequest as error:
+                if arena is not None and error.argument == "arena":
+                    raise _ArenaLost from error  # the server was restarted
+                raise
             return list(batch.missing)
         others = packed(spans)
         other = Buffers().microbatch(sites, rows_of(others))

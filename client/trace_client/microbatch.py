@@ -135,6 +135,7 @@ class Buffers:
     def __init__(self) -> None:
         self._memory: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._arena: Arena | None = None
+        self._arenas: Arenas | None = None
 
     def microbatch(self, sites: Sequence[Site], rows: int) -> Microbatch:
         """A microbatch in process memory with every row invalid."""
@@ -148,11 +149,13 @@ class Buffers:
         return np.frombuffer(self._memory.data, np.uint8)
 
     def arena(self, arenas: Arenas, size: int) -> Arena | None:
-        """An arena of ``size`` bytes or more, None where there are none."""
-        if self._arena is not None and (self._arena.size < size or not self._arena.alive):
+        """An arena of ``size`` bytes or more with the server of ``arenas``, None where there is none."""
+        known = self._arena
+        if known is not None and (self._arenas is not arenas or known.size < size or not known.alive):
             self.drop_arena()
         if self._arena is None:
             # A quarter more than asked for: microbatches differ in length, and growing means a new arena.
+            self._arenas = arenas
             self._arena = arenas.attach(-(-max(size + size // 4, 1) // GROWTH_BYTES) * GROWTH_BYTES)
         return self._arena
 

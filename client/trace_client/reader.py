@@ -85,19 +85,22 @@ class Reader:
         }
         buffers = out if out is not None else self._spare.take()
         arena = buffers.arena(self._channel.arenas, layout.size)
-        memory = arena.array() if arena is not None else buffers.memory(layout.size)
-        if out is None:
-            self._spare.give_back_after(memory, buffers)
         if arena is not None:
+            batch = view_microbatch(arena.array(), layout)
+            if out is None:
+                self._spare.give_back_after(batch.memory, buffers)
             try:
-                return self._read_arena(view_microbatch(memory, layout), wanted, arena, options)
+                self.fill(batch, wanted, arena=arena, **options)
+                return batch
             except BaseException as error:
                 buffers.drop_arena()
                 if not (isinstance(error, InvalidRequest) and error.argument == "arena"):
                     raise
-            # The server was restarted and knows the arena no more.
-            memory = buffers.memory(layout.size)
-        batch = view_microbatch(memory, layout)
+            # The server was restarted and knows the arena no more. Spare buffers go back when this batch is gone.
+            buffers = out if out is not None else Buffers()
+        batch = view_microbatch(buffers.memory(layout.size), layout)
+        if out is None:
+            self._spare.give_back_after(batch.memory, buffers)
         self.fill(batch, wanted, **options)
         return batch
 
@@ -109,18 +112,26 @@ class Reader:
         include_open: bool = False,
         policy_version_min: int = 0,
         timeout_s: float = READ_TIMEOUT_S,
+        arena: Arena | None = None,
     ) -> None:
-        """Read checked spans at the sites of a microbatch into it, over the connection; rows that it does not deliver
-        are left as they are.
+        """Read checked spans at the sites of a microbatch into it; rows that it does not deliver are left as they are.
+
+        Args:
+            arena: the memory of the microbatch, if it is shared with this server, which then puts the rows there.
 
         Raises:
-            Unavailable, DeadlineExceeded: some rows may have arrived; ``valid`` says which.
+            InvalidRequest: with argument ``arena``: the server does not know it.
+            Unavailable, DeadlineExceeded: some rows may have arrived; ``valid`` says which. An arena must not be used
+                any more, the server may still be writing there.
         """
         options = {
             "include_open": include_open,
             "policy_version_min": policy_version_min,
             "timeout_s": timeout_s,
         }
+        if arena is not None:
+            self._fill_arena(batch, wanted, arena, options)
+            return
         named = self._fill(batch, wanted, batch.layout.sites, options, self._channel.files() is not None)
         positions = self._positions(batch)
         again: set[int] = set()
@@ -179,9 +190,9 @@ class Reader:
         if spans:
             self._fill(batch, spans, batch.layout.sites, options, False)
 
-    def _read_arena(
+    def _fill_arena(
         self, batch: Microbatch, wanted: Sequence[TokenSpan], arena: Arena, options: dict[str, Any]
-    ) -> Microbatch:
+    ) -> None:
         """Let the server put the rows where they belong."""
         layout = batch.layout
         request = self._request(wanted, layout.sites, options, self._channel.files() is not None)
@@ -205,7 +216,6 @@ class Reader:
                 batch.tensor_scales[self.sites[missing.site]][rows] = np.nan
             self._note(batch, wanted, header)
         self._fill_again(batch, wanted, again, options)
-        return batch
 
     def _positions(self, batch: Microbatch) -> dict[int, int]:
         """Position in the microbatch by number of the site."""

@@ -1,7 +1,8 @@
-"""Device arrays as the kernels see them: pointer, shape, byte strides, element type, device.
+"""Arrays as the checks and the kernels see them: pointer, shape, byte strides, element type, device.
 
-Torch tensors are read through their own methods and CuPy arrays through theirs, so that neither library is imported
-here, no conversion copies or synchronises, and types that DLPack or CuPy lack (float8, float4) pass as what they are.
+Torch tensors are read through their own methods, CuPy and NumPy arrays through theirs, so that no library is imported
+here, no conversion copies or synchronises, and types that DLPack, CuPy or NumPy lack (float8, float4) pass as what they
+are. Host memory passes too: one set of checks serves the kernels and the oracle, and a launch alone asks for a GPU.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Any
 
 from trace_store.errors import InvalidRequest
 
+HOST = -1
+"""``device`` of an array in host memory."""
+
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """An array in device memory. ``strides`` are in bytes; ``owner`` says whose stream order it follows."""
+    """An array in memory. ``strides`` are in bytes; ``owner`` says whose stream order it follows."""
 
     pointer: int
     shape: tuple[int, ...]
@@ -24,6 +28,7 @@ class DeviceArray:
     itemsize: int
     device: int
     owner: str
+    argument: str
 
     @property
     def size(self) -> int:
@@ -46,11 +51,9 @@ class DeviceArray:
         return True
 
 
-def device_array(array: Any, argument: str) -> DeviceArray:
-    """View a CUDA torch tensor or a CuPy array. ``argument`` names it in errors."""
+def array_of(array: Any, argument: str) -> DeviceArray:
+    """View a torch tensor, a CuPy array or a NumPy array. ``argument`` names it in errors."""
     if hasattr(array, "data_ptr") and hasattr(array, "element_size"):
-        if not array.is_cuda:
-            raise InvalidRequest(f"{argument} must be in CUDA memory, device={array.device}", argument=argument)
         itemsize = array.element_size()
         return DeviceArray(
             array.data_ptr(),
@@ -58,16 +61,25 @@ def device_array(array: Any, argument: str) -> DeviceArray:
             tuple(stride * itemsize for stride in array.stride()),
             str(array.dtype).removeprefix("torch."),
             itemsize,
-            array.device.index,
+            array.device.index if array.is_cuda else HOST,
             "torch",
+            argument,
         )
     if hasattr(array, "__cuda_array_interface__") and hasattr(array, "strides") and hasattr(array, "data"):
-        return DeviceArray(
-            array.data.ptr, array.shape, array.strides, array.dtype.name, array.itemsize, array.device.id, "cupy"
+        pointer, device, owner = array.data.ptr, array.device.id, "cupy"
+    elif hasattr(array, "__array_interface__") and hasattr(array, "strides") and hasattr(array, "itemsize"):
+        pointer, device, owner = array.__array_interface__["data"][0], HOST, "numpy"
+    else:
+        raise InvalidRequest(
+            f"{argument} must be a torch tensor, a CuPy array or a NumPy array, type={type(array).__name__}",
+            argument=argument,
         )
-    raise InvalidRequest(
-        f"{argument} must be a CUDA torch tensor or a CuPy array, type={type(array).__name__}", argument=argument
-    )
+    return DeviceArray(pointer, array.shape, array.strides, array.dtype.name, array.itemsize, device, owner, argument)
+
+
+def require_gpu(array: Any, argument: str) -> None:
+    """Raise InvalidRequest unless ``array`` is in device memory."""
+    require(array_of(array, argument).device != HOST, argument, "must be in CUDA memory")
 
 
 def require(condition: bool, argument: str, message: str) -> None:
@@ -78,7 +90,7 @@ def require(condition: bool, argument: str, message: str) -> None:
 
 def dense_bytes(array: Any, argument: str, shape: tuple[int, ...], device: int) -> DeviceArray:
     """A dense uint8 array of this shape on this device."""
-    view = device_array(array, argument)
+    view = array_of(array, argument)
     require(view.dtype == "uint8", argument, f"must be uint8, dtype={view.dtype}")
     require(view.shape == shape, argument, f"has the wrong shape, expected={list(shape)} got={list(view.shape)}")
     require(view.dense, argument, f"must be contiguous, strides={list(view.strides)}")
@@ -88,7 +100,7 @@ def dense_bytes(array: Any, argument: str, shape: tuple[int, ...], device: int) 
 
 def row_scales(array: Any, argument: str, rows: int, device: int) -> DeviceArray:
     """A dense float32 array of one value, or of one a row."""
-    view = device_array(array, argument)
+    view = array_of(array, argument)
     require(view.dtype == "float32", argument, f"must be float32, dtype={view.dtype}")
     require(
         view.size == 1 or view.shape == (rows,),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trace_kernels._array import DeviceArray, device_array, require
+from trace_kernels._array import DeviceArray, array_of, require
 from trace_store.codebook import FORMATS, RULES, BlockFormat
 from trace_store.errors import InvalidRequest
 
@@ -55,7 +55,7 @@ def block_format(name: str) -> BlockFormat:
 def rows_of(x: Any, argument: str, format: str) -> Rows:
     """``x`` as rows of ``format``; refused before launch if the kernels cannot address it."""
     fmt = block_format(format)
-    array = device_array(x, argument)
+    array = array_of(x, argument)
     require(array.dtype in INPUTS, argument, f"must be one of {sorted(INPUTS)}, dtype={array.dtype}")
     require(len(array.shape) == 2, argument, f"must have shape [T, W], shape={list(array.shape)}")
     tokens, width = array.shape
@@ -92,7 +92,7 @@ def valid_rows(valid: Any, tokens: int, device: int) -> DeviceArray | None:
     """Which rows have a record, bool or uint8 [T]."""
     if valid is None:
         return None
-    view = device_array(valid, "valid")
+    view = array_of(valid, "valid")
     require(view.dtype in ("bool", "uint8"), "valid", f"must be bool or uint8, dtype={view.dtype}")
     require(view.shape == (tokens,) and view.dense, "valid", f"must be contiguous [T], shape={list(view.shape)}")
     require(view.device == device, "valid", f"must be on the device of x, device={view.device}")

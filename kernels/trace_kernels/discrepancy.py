@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trace_kernels._array import dense_bytes, device_array, require, row_scales
+from trace_kernels._array import DeviceArray, array_of, dense_bytes, require, require_gpu, row_scales
 from trace_kernels._launch import UNIT, Divisor, blocks_of, flat_units, launch
-from trace_kernels._rows import record_shape, rows_of, rule_number, valid_rows
+from trace_kernels._rows import Rows, record_shape, rows_of, rule_number, valid_rows
 
 SUMS = 10
 SHAPES = {1: (512, 2), 2: (512, 2), 3: (512, 3), 4: (768, 1)}
@@ -90,21 +90,17 @@ def discrepancy(
         InvalidRequest: an argument is wrong; nothing was launched.
         Unsupported: no GPU or CuPy.
     """
-    number = rule_number(rule, bits)
-    rows = rows_of(x, "x", format)
-    device = rows.array.device
-    code_rows = dense_bytes(planes, "planes", record_shape(rows.tokens, rows.width, bits), device)
-    aligned = code_rows.pointer % (8 if bits == 4 else 2) == 0
-    require(aligned, "planes", f"must be 2 bytes aligned, whole codes 8, address={code_rows.pointer:#x}")
-    block_scales = dense_bytes(scales, "scales", (rows.tokens, rows.width // rows.format.block), device)
-    decode = row_scales(tensor_scale, "tensor_scale", rows.tokens, device)
-    present = valid_rows(valid, rows.tokens, device)
-    total = device_array(sums, "sums")
+    require_gpu(x, "x")
+    checked = check(x, planes, scales, tensor_scale, valid, format=format, bits=bits, rule=rule)
+    rows, decode, present = checked.rows, checked.tensor_scale, checked.valid
+    total = array_of(sums, "sums")
     require(
         total.dtype == "float64" and total.shape == (SUMS,), "sums", f"must be float64 [10], shape={list(total.shape)}"
     )
     require(
-        total.dense and total.device == device, "sums", f"must be contiguous on the device of x, device={total.device}"
+        total.dense and total.device == rows.array.device,
+        "sums",
+        f"must be contiguous on the device of x, device={total.device}",
     )
     units = flat_units(rows.tokens, rows.width)
     if not units:
@@ -112,8 +108,8 @@ def discrepancy(
     gap = (rows.stride - rows.width) * rows.array.itemsize
     parameters = _Comparing(
         rows.array.pointer,
-        code_rows.pointer,
-        block_scales.pointer,
+        checked.planes.pointer,
+        checked.scales.pointer,
         decode.pointer,
         present.pointer if present else None,
         total.pointer,
@@ -127,7 +123,7 @@ def discrepancy(
     switches = {
         **rows.switches,
         "BITS": bits,
-        "RULE": number,
+        "RULE": checked.rule,
         "GAP": int(gap != 0),
         "ROWS": int(present is not None or decode.size > 1),
         "ALIGNED": int(threads % pairs_a_row == 0),
@@ -138,3 +134,35 @@ def discrepancy(
         "discrepancy.cu", "compare_rows", switches, grid, parameters, (rows.array, total), stream,
         threads=threads, resident=1,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Arguments that go together."""
+
+    rows: Rows
+    planes: DeviceArray
+    scales: DeviceArray
+    tensor_scale: DeviceArray
+    valid: DeviceArray | None
+    rule: int
+
+
+def check(
+    x: Any, planes: Any, scales: Any, tensor_scale: Any, valid: Any = None, *, format: str, bits: int, rule: str
+) -> Checked:
+    """The arguments of ``discrepancy`` but ``sums``, in device or host memory, or InvalidRequest."""
+    number = rule_number(rule, bits)
+    rows = rows_of(x, "x", format)
+    device = rows.array.device
+    code_rows = dense_bytes(planes, "planes", record_shape(rows.tokens, rows.width, bits), device)
+    aligned = code_rows.pointer % (8 if bits == 4 else 2) == 0
+    require(aligned, "planes", f"must be 2 bytes aligned, whole codes 8, address={code_rows.pointer:#x}")
+    return Checked(
+        rows,
+        code_rows,
+        dense_bytes(scales, "scales", (rows.tokens, rows.width // rows.format.block), device),
+        row_scales(tensor_scale, "tensor_scale", rows.tokens, device),
+        valid_rows(valid, rows.tokens, device),
+        number,
+    )

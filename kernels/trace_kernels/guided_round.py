@@ -17,7 +17,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-from trace_kernels._array import DeviceArray, dense_bytes, device_array, require, row_scales
+from trace_kernels._array import DeviceArray, array_of, dense_bytes, require, require_gpu, row_scales
 from trace_kernels._launch import UNIT, Divisor, blocks_of, flat_units, launch
 from trace_kernels._rows import Rows, record_shape, rows_of, rule_number, valid_rows
 
@@ -56,9 +56,14 @@ class _RowRounding(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class _Presence:
-    """What tells which rows have a record, and the scale of those that have none."""
+class Checked:
+    """Arguments that go together. The last three tell which rows have a record, and the scale of those without."""
 
+    rows: Rows
+    planes: DeviceArray | None
+    scales: DeviceArray
+    tensor_scale: DeviceArray
+    switches: dict[str, int]
     valid: DeviceArray | None = None
     record_rows: DeviceArray | None = None
     native_scale: DeviceArray | None = None
@@ -100,26 +105,20 @@ def guided_round(
         InvalidRequest: an argument is wrong; nothing was launched.
         Unsupported: no GPU or CuPy.
     """
-    number = rule_number(rule, bits)
-    rows = rows_of(x, "x", format)
-    device = rows.array.device
-    index = _record_rows(record_rows, rows.tokens, device)
-    records = device_array(scales, "scales").shape[0] if index else rows.tokens
-    code_rows = dense_bytes(planes, "planes", record_shape(records, rows.width, bits), device)
-    require(
-        bits != 4 or code_rows.pointer % 4 == 0, "planes", f"must be 4 bytes aligned, address={code_rows.pointer:#x}"
+    require_gpu(x, "x")
+    checked = check(
+        x,
+        planes,
+        scales,
+        tensor_scale,
+        valid,
+        format=format,
+        bits=bits,
+        rule=rule,
+        record_rows=record_rows,
+        native_tensor_scale=native_tensor_scale,
     )
-    native = None if native_tensor_scale is None else row_scales(native_tensor_scale, "native_tensor_scale", 1, device)
-    _round(
-        rows,
-        _output(out, rows, format),
-        code_rows,
-        dense_bytes(scales, "scales", (records, rows.width // rows.format.block), device),
-        row_scales(tensor_scale, "tensor_scale", records, device),
-        _Presence(valid_rows(valid, rows.tokens, device), index, native),
-        {"BITS": bits, "RULE": number},
-        stream,
-    )
+    _round(checked, _output(out, checked.rows, format), stream)
 
 
 def rtn_round(x: Any, scales: Any, tensor_scale: Any, *, out: Any, format: str, stream: int | None = None) -> None:
@@ -127,17 +126,57 @@ def rtn_round(x: Any, scales: Any, tensor_scale: Any, *, out: Any, format: str, 
 
     Arguments as for ``guided_round``. With the rollout's scales this is the b = 0 baseline.
     """
+    require_gpu(x, "x")
+    checked = check_rtn(x, scales, tensor_scale, format=format)
+    _round(checked, _output(out, checked.rows, format), stream)
+
+
+def check(
+    x: Any,
+    planes: Any,
+    scales: Any,
+    tensor_scale: Any,
+    valid: Any = None,
+    *,
+    format: str,
+    bits: int,
+    rule: str = "paper",
+    record_rows: Any = None,
+    native_tensor_scale: Any = None,
+) -> Checked:
+    """The arguments of ``guided_round`` but ``out``, in device or host memory, or InvalidRequest."""
+    number = rule_number(rule, bits)
     rows = rows_of(x, "x", format)
     device = rows.array.device
-    _round(
+    index = _record_rows(record_rows, rows.tokens, device)
+    records = array_of(scales, "scales").shape[0] if index else rows.tokens
+    code_rows = dense_bytes(planes, "planes", record_shape(records, rows.width, bits), device)
+    require(
+        bits != 4 or code_rows.pointer % 4 == 0, "planes", f"must be 4 bytes aligned, address={code_rows.pointer:#x}"
+    )
+    native = None if native_tensor_scale is None else row_scales(native_tensor_scale, "native_tensor_scale", 1, device)
+    return Checked(
         rows,
-        _output(out, rows, format),
+        code_rows,
+        dense_bytes(scales, "scales", (records, rows.width // rows.format.block), device),
+        row_scales(tensor_scale, "tensor_scale", records, device),
+        {"BITS": bits, "RULE": number},
+        valid_rows(valid, rows.tokens, device),
+        index,
+        native,
+    )
+
+
+def check_rtn(x: Any, scales: Any, tensor_scale: Any, *, format: str) -> Checked:
+    """The arguments of ``rtn_round`` but ``out``, in device or host memory, or InvalidRequest."""
+    rows = rows_of(x, "x", format)
+    device = rows.array.device
+    return Checked(
+        rows,
         None,
         dense_bytes(scales, "scales", (rows.tokens, rows.width // rows.format.block), device),
         row_scales(tensor_scale, "tensor_scale", rows.tokens, device),
-        _Presence(),
         {"BITS": 0, "RULE": 0},
-        stream,
     )
 
 
@@ -161,7 +200,7 @@ def _extent(rows: Rows) -> int:
 def _record_rows(record_rows: Any, tokens: int, device: int) -> DeviceArray | None:
     if record_rows is None:
         return None
-    view = device_array(record_rows, "record_rows")
+    view = array_of(record_rows, "record_rows")
     require(view.dtype == "int32", "record_rows", f"must be int32, dtype={view.dtype}")
     require(view.shape == (tokens,) and view.dense, "record_rows", f"must be contiguous [T], shape={list(view.shape)}")
     require(view.device == device, "record_rows", f"must be on the device of x, device={view.device}")
@@ -172,23 +211,21 @@ def _pointer(array: DeviceArray | None) -> int | None:
     return array.pointer if array else None
 
 
-def _round(
-    rows: Rows,
-    out: Rows,
-    planes: DeviceArray | None,
-    scales: DeviceArray,
-    tensor_scale: DeviceArray,
-    presence: _Presence,
-    switches: dict[str, int],
-    stream: int | None,
-) -> None:
+def _round(checked: Checked, out: Rows, stream: int | None) -> None:
+    rows, tensor_scale = checked.rows, checked.tensor_scale
     units = flat_units(rows.tokens, rows.width)
     if not units:
         return
-    pointers = (rows.array.pointer, out.array.pointer, _pointer(planes), scales.pointer, tensor_scale.pointer)
-    switches = {**rows.switches, **switches}
+    pointers = (
+        rows.array.pointer,
+        out.array.pointer,
+        _pointer(checked.planes),
+        checked.scales.pointer,
+        tensor_scale.pointer,
+    )
+    switches = {**rows.switches, **checked.switches}
     arrays = (rows.array, out.array)
-    some = presence.valid is not None or presence.record_rows is not None
+    some = checked.valid is not None or checked.record_rows is not None
     if rows.stride == out.stride == rows.width and tensor_scale.size == 1 and not some:
         threads, flight = SHAPES[switches["BITS"]]
         flat = _Rounding(*pointers, units, Divisor.of(rows.width // UNIT))
@@ -198,9 +235,9 @@ def _round(
         return
     each = _RowRounding(
         *pointers,
-        _pointer(presence.valid),
-        _pointer(presence.record_rows),
-        _pointer(presence.native_scale),
+        _pointer(checked.valid),
+        _pointer(checked.record_rows),
+        _pointer(checked.native_scale),
         rows.stride,
         out.stride,
         rows.tokens,

@@ -1,7 +1,8 @@
 """The operations on NumPy arrays: what CPU tensors get, and the reference that the GPU tests compare with.
 
 Rounding and quantizing are ``trace_store.codebook``; layouts are written out here from their index formulas, element by
-element as ``trace_kernels.layout`` states them.
+element as ``trace_kernels.layout`` states them. Arguments are taken as the ``check`` functions of the kernels' modules
+let them pass; ``pack`` calls its own. Indices, which a kernel cannot check, are checked here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from trace_kernels.discrepancy import SUMS
 from trace_kernels.layout import ROW_PADDING, KVPage, layout_number, swizzled_bytes
-from trace_kernels.pack import PackSite
+from trace_kernels.pack import PackSite, check
 from trace_store import codebook
 from trace_store.errors import InvalidRequest
 
@@ -39,6 +40,7 @@ def guided_round(
     guided = np.ones(len(x), dtype=bool) if valid is None else valid.astype(bool)
     if record_rows is not None:
         guided = guided & (record_rows >= 0)
+        _within(record_rows[guided], len(scales), "record_rows")
         rows = np.where(guided, record_rows, 0)
         planes, scales = planes[rows], scales[rows]
         tensor_scale = tensor_scale[rows] if tensor_scale.size > 1 else tensor_scale
@@ -119,18 +121,28 @@ def pack_rows(codes: Bytes, bits: int) -> Bytes:
 
 
 def pack(site: PackSite, *, bits: int) -> None:
-    """``trace_kernels.pack.pack`` for a site of NumPy arrays, written into its outputs."""
+    """``trace_kernels.pack.pack`` for a site of NumPy arrays, written into its outputs.
+
+    Raises:
+        InvalidRequest: as ``trace_kernels.pack.pack``, or an index is out of range; nothing was written.
+    """
+    check(site, bits=bits)
     columns = site.width // codebook.FORMATS[site.format].block
     count = site.planes.shape[0] if site.tokens is None else site.tokens
     rows = np.arange(count) if site.slots is None else site.slots[: site.tokens].astype(np.int64)
     dest = np.arange(len(rows)) if site.dest_rows is None else site.dest_rows[: len(rows)].astype(np.int64)
     kept = (rows >= 0) & (dest >= 0)
+    _within(dest[kept], site.planes.shape[0], "dest_rows")
     if site.page:
+        _within(rows[kept], site.codes.nbytes // site.page.page_bytes * site.page.block_size, "slots")
         codes, linear = page_rows(site.codes, site.page, rows[kept])
     else:
         whole = np.ascontiguousarray(site.codes).reshape(-1).view(np.uint8).reshape(-1, site.width // 2)
+        held = len(rows)
+        if site.slots is not None:
+            held = min(len(whole), len(site.scales))
+            _within(rows[kept], held, "slots")
         codes = whole[rows[kept]]
-        held = len(rows) if site.slots is None else len(whole)
         linear = unswizzle(site.scales, site.layout, held, columns)[rows[kept]]
     site.planes[dest[kept]] = pack_rows(codes, bits)
     site.out_scales[dest[kept]] = linear
@@ -142,6 +154,14 @@ def pack(site: PackSite, *, bits: int) -> None:
         site.decode[dest[kept]] = np.broadcast_to(decode, len(rows))[kept]
     else:
         site.decode[:] = decode[:1]
+
+
+def _within(indices: Indices, count: int, argument: str) -> None:
+    if indices.size and int(indices.max()) >= count:
+        raise InvalidRequest(
+            f"{argument} has an entry that is out of range, largest={int(indices.max())} rows={count}",
+            argument=argument,
+        )
 
 
 def discrepancy(

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trace_kernels._array import DeviceArray, device_array, require
+from trace_kernels._array import DeviceArray, array_of, require, require_gpu
 from trace_kernels._launch import UNITS_MAX, Divisor, blocks_of, launch
 from trace_kernels._rows import block_format, record_shape
 from trace_kernels.layout import INTERLEAVED_V, ROW_PADDING, KVPage, layout_number, swizzled_bytes
@@ -134,6 +134,8 @@ def pack_sites(sites: Sequence[PackSite], *, bits: int, stream: int | None = Non
         InvalidRequest: an argument is wrong; the message names it, and nothing was launched.
         Unsupported: no GPU or CuPy, or a tensor beyond 2^31 pieces of work.
     """
+    for site in sites:
+        require_gpu(site.codes, "codes")
     prepared = [_prepare(site, bits) for site in sites]
     devices = {entry.arrays[0].device for entry in prepared}
     if len(devices) > 1:
@@ -148,6 +150,11 @@ def pack_sites(sites: Sequence[PackSite], *, bits: int, stream: int | None = Non
 def pack(site: PackSite, *, bits: int, stream: int | None = None) -> None:
     """Pack one site; see ``pack_sites``."""
     pack_sites([site], bits=bits, stream=stream)
+
+
+def check(site: PackSite, *, bits: int) -> None:
+    """Refuse what ``pack`` refuses, for a site in device or host memory; InvalidRequest names the argument."""
+    _prepare(site, bits)
 
 
 def _launch_group(group: list[_Prepared], switches: dict[str, int], stream: int | None) -> None:
@@ -167,7 +174,7 @@ def _prepare(site: PackSite, bits: int) -> _Prepared:
         "width",
         f"must be a multiple of the block, width={site.width} block={fmt.block}",
     )
-    planes, out_scales = device_array(site.planes, "planes"), device_array(site.out_scales, "out_scales")
+    planes, out_scales = array_of(site.planes, "planes"), array_of(site.out_scales, "out_scales")
     rows = planes.shape[0] if planes.shape else 0
     _check_output(planes, "planes", record_shape(rows, site.width, bits), planes.device)
     columns = site.width // fmt.block
@@ -199,7 +206,11 @@ def _prepare(site: PackSite, bits: int) -> _Prepared:
     parameters.code_strides, parameters.scale_strides = codes.strides, scales.strides
     arrays = (planes, out_scales, code_array, scale_array)
     for array in arrays:
-        require(array.device == planes.device, "codes", f"and outputs must share a device, device={array.device}")
+        require(
+            array.device == planes.device,
+            array.argument,
+            f"must be on the device of planes, device={array.device} planes={planes.device}",
+        )
     linear = layout == 0 and scales.whole(columns) and site.width % (chunk * 2) == 0
     dense = slots is None and dest is None and codes.whole(site.width // 2) and (linear or layout in (1, 2))
     split = bool(site.page) or codes.head_bytes < codes.row_bytes or (layout == 0 and scales.head_bytes < columns)
@@ -234,7 +245,7 @@ def _check_output(view: DeviceArray, argument: str, shape: tuple[int, ...], devi
 def _indices(array: Any, argument: str, device: int) -> DeviceArray | None:
     if array is None:
         return None
-    view = device_array(array, argument)
+    view = array_of(array, argument)
     require(view.dtype in ("int32", "int64"), argument, f"must be int32 or int64, dtype={view.dtype}")
     require(len(view.shape) == 1 and view.dense, argument, f"must be contiguous [T], shape={list(view.shape)}")
     require(view.device == device, argument, f"must be on the device of planes, device={view.device}")
@@ -286,7 +297,7 @@ def _paged_region(view: DeviceArray, argument: str, page: KVPage, offset: int, h
 
 
 def _codes_region(site: PackSite) -> tuple[_Region, DeviceArray]:
-    view = device_array(site.codes, "codes")
+    view = array_of(site.codes, "codes")
     require(
         view.dtype in _CODE_TYPES,
         "codes",
@@ -307,7 +318,7 @@ def _codes_region(site: PackSite) -> tuple[_Region, DeviceArray]:
 def _scales_region(
     site: PackSite, layout: int, columns: int, tokens: int, gathered: bool
 ) -> tuple[_Region, DeviceArray]:
-    view = device_array(site.scales, "scales")
+    view = array_of(site.scales, "scales")
     require(view.dtype in _SCALE_TYPES, "scales", f"must be bytes of E4M3 or E8M0 scales, dtype={view.dtype}")
     if site.page:
         require(layout == 0, "layout", "of a paged cache is given by its page: leave it linear")
@@ -337,7 +348,7 @@ def _set_global_scale(parameters: _Site, site: PackSite, tokens: int, rows: int,
     require((site.decode is None) == (site.global_scale is None), "decode", "and global_scale come together")
     if site.decode is None:
         return 0
-    given, decode = device_array(site.global_scale, "global_scale"), device_array(site.decode, "decode")
+    given, decode = array_of(site.global_scale, "global_scale"), array_of(site.decode, "decode")
     for view, argument, count in ((given, "global_scale", tokens), (decode, "decode", rows)):
         require(view.dtype == "float32" and view.dense, argument, f"must be contiguous float32, dtype={view.dtype}")
         require(view.device == device, argument, f"must be on the device of planes, device={view.device}")

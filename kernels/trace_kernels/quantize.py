@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from trace_kernels._array import DeviceArray, dense_bytes, device_array, require, row_scales
+from trace_kernels._array import DeviceArray, array_of, dense_bytes, require, require_gpu, row_scales
 from trace_kernels._launch import THREADS, UNIT, Divisor, blocks_of, flat_units, launch
 from trace_kernels._rows import Rows, record_shape, rows_of
 from trace_store.errors import InvalidRequest
@@ -77,16 +77,13 @@ def quantize(
         InvalidRequest: an argument is wrong; nothing was launched.
         Unsupported: no GPU or CuPy.
     """
-    rows = rows_of(x, "x", format)
+    require_gpu(x, "x")
+    rows, given = check(x, tensor_scale, format=format, bits=bits)
     device = rows.array.device
-    e8m0 = rows.format.scale == "e8m0"
-    if e8m0 and tensor_scale is not None:
-        raise InvalidRequest("the mxfp4 formats have no tensor scale; give None", argument="tensor_scale")
     code_rows = dense_bytes(planes, "planes", record_shape(rows.tokens, rows.width, bits), device)
     require(code_rows.pointer % 8 == 0, "planes", f"must be 8 bytes aligned, address={code_rows.pointer:#x}")
     block_scales = dense_bytes(scales, "scales", (rows.tokens, rows.width // rows.format.block), device)
-    given = None if tensor_scale is None else row_scales(tensor_scale, "tensor_scale", rows.tokens, device)
-    dynamic = not e8m0 and given is None
+    dynamic = rows.format.scale != "e8m0" and given is None
     amax = _single(workspace, "workspace", "int32", device) if dynamic else None
     result = _single(decode, "decode", "float32", device) if dynamic else None
     if amax:
@@ -94,9 +91,20 @@ def quantize(
     _quantize(rows, (code_rows, block_scales), given, (amax, result), bits, stream)
 
 
+def check(x: Any, tensor_scale: Any, *, format: str, bits: int) -> tuple[Rows, DeviceArray | None]:
+    """Rows and tensor scale of ``quantize``, in device or host memory, or InvalidRequest."""
+    rows = rows_of(x, "x", format)
+    record_shape(rows.tokens, rows.width, bits)
+    if tensor_scale is None:
+        return rows, None
+    if rows.format.scale == "e8m0":
+        raise InvalidRequest("the mxfp4 formats have no tensor scale; give None", argument="tensor_scale")
+    return rows, row_scales(tensor_scale, "tensor_scale", rows.tokens, rows.array.device)
+
+
 def _single(array: Any, argument: str, dtype: str, device: int) -> DeviceArray:
     require(array is not None, argument, "is needed to find the tensor scale")
-    view = device_array(array, argument)
+    view = array_of(array, argument)
     require(view.dtype == dtype and view.size == 1, argument, f"must be {dtype} [1], shape={list(view.shape)}")
     require(view.device == device, argument, f"must be on the device of x, device={view.device}")
     return view

@@ -59,14 +59,18 @@ def _guided_round_op(
     bits: int,
     rule: str,
 ) -> Tensor:
+    rows = _addressable(x)
     if _on_gpu(x):
-        rows = _addressable(x)
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         _guided_round.guided_round(
             rows, planes, scales, tensor_scale, valid, out=out, format=format, bits=bits, rule=rule,
             record_rows=record_rows, native_tensor_scale=native_tensor_scale, stream=_stream(x),
         )  # fmt: skip
         return out
+    _guided_round.check(
+        rows, planes, scales, tensor_scale, valid, format=format, bits=bits, rule=rule, record_rows=record_rows,
+        native_tensor_scale=native_tensor_scale,
+    )  # fmt: skip
     y = host.guided_round(
         _numpy(x), _numpy(planes), _numpy(scales), _numpy(tensor_scale), _optional(valid), format=format, bits=bits,
         rule=rule, record_rows=_optional(record_rows),
@@ -81,11 +85,12 @@ def _guided_round_op(
     schema="(Tensor x, Tensor scales, Tensor tensor_scale, str format) -> Tensor",
 )
 def _rtn_round_op(x: Tensor, scales: Tensor, tensor_scale: Tensor, format: str) -> Tensor:
+    rows = _addressable(x)
     if _on_gpu(x):
-        rows = _addressable(x)
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         _guided_round.rtn_round(rows, scales, tensor_scale, out=out, format=format, stream=_stream(x))
         return out
+    _guided_round.check_rtn(rows, scales, tensor_scale, format=format)
     y = codebook.rtn_round(_numpy(x), _numpy(scales), _numpy(tensor_scale), format=format)
     return torch.from_numpy(y).to(x.dtype)
 
@@ -97,6 +102,7 @@ def _rtn_round_op(x: Tensor, scales: Tensor, tensor_scale: Tensor, format: str) 
 )
 def _quantize_op(x: Tensor, tensor_scale: Tensor | None, format: str, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     if not _on_gpu(x):
+        _quantize.check(_addressable(x), tensor_scale, format=format, bits=bits)
         given = None if tensor_scale is None else _numpy(tensor_scale)
         scale = given if given is None or given.size > 1 else given.reshape(-1)[0]
         planes, scales, decode = host.quantize(_numpy(x), scale, format=format, bits=bits)
@@ -148,6 +154,7 @@ def _pack_op(
     if _on_gpu(codes):
         _pack.pack(site, bits=bits, stream=_stream(codes))
     else:
+        _pack.check(site, bits=bits)
         arrays: dict[str, Any] = {
             name: _in_place(getattr(site, name)) for name in _ARRAYS if getattr(site, name) is not None
         }
@@ -177,6 +184,7 @@ def _discrepancy_op(
             stream=_stream(x),
         )  # fmt: skip
         return sums
+    _discrepancy.check(_addressable(x), planes, scales, tensor_scale, valid, format=format, bits=bits, rule=rule)
     return torch.from_numpy(
         host.discrepancy(
             _numpy(x),
@@ -413,8 +421,8 @@ def _tensor(value: Any, device: torch.device) -> Tensor:
 def _scale(value: Any, device: torch.device) -> Tensor:
     """A tensor scale as float32 [1] or [T] on the device. A number is written by a kernel, so it may be captured."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to(torch.float32).reshape(-1)
-    if np.ndim(value) == 0:
+        return value.detach().to(torch.float32).reshape(-1).contiguous()
+    if isinstance(value, (float, int)):  # before NumPy is asked, which torch.compile cannot trace with a number
         return torch.full((1,), float(value), dtype=torch.float32, device=device)
     return torch.as_tensor(np.asarray(value, dtype=np.float32).reshape(-1), device=device)
 

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trace_kernels import _module, discrepancy, guided_round, quantize, torch_op
@@ -126,12 +127,12 @@ def activations(rows: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.randn(rows, WIDTH, device="cuda", dtype=torch.float32).to(dtype)
 
 
-def record(rows: int, fmt: str, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def record(rows: int, fmt: str, bits: int, width: int = WIDTH) -> tuple[torch.Tensor, torch.Tensor]:
     """Random record rows: planes or whole codes, scales around 1."""
-    shape = (rows, WIDTH // 2) if bits == 4 else (rows, max(bits, 1), WIDTH // 8)
+    shape = (rows, width // 2) if bits == 4 else (rows, max(bits, 1), width // 8)
     low, high = (0x30, 0x40) if fmt == "nvfp4" else (125, 129)
     planes = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
-    scales = torch.randint(low, high, (rows, WIDTH // FORMATS[fmt].block), device="cuda", dtype=torch.uint8)
+    scales = torch.randint(low, high, (rows, width // FORMATS[fmt].block), device="cuda", dtype=torch.uint8)
     return planes, scales
 
 
@@ -159,26 +160,29 @@ def bench_rounding(bench: Bench, rows: int, fmt: str, bits: int, dtype: torch.dt
     bench.measure(f"{name} {str(dtype).removeprefix('torch.')}", rows, moved, calls)
 
 
-def bench_validity(bench: Bench, rows: int, share: float) -> None:
-    x = activations(rows)
-    planes, scales = record(rows, "nvfp4", 1)
+def bench_validity(bench: Bench, rows: int, share: float, *, width: int = WIDTH, bits: int = 1) -> None:
+    x = torch.randn(rows, width, device="cuda").to(torch.bfloat16)
+    planes, scales = record(rows, "nvfp4", bits, width)
     valid = torch.rand(rows, device="cuda") < share
     one, out = torch.ones(1, device="cuda"), torch.empty_like(x)
     moved = 2 * x.nbytes + int(share * (scales.nbytes + planes.nbytes))
     bench.measure(
-        f"guided_round nvfp4 b=1, {share:.0%} with record",
+        f"guided_round W={width} b={bits}, {share:.0%} with record",
         rows,
         moved,
         [
             lambda: guided_round.guided_round(
-                x, planes, scales, one, valid, out=out, format="nvfp4", bits=1, stream=stream()
+                x, planes, scales, one, valid, out=out, format="nvfp4", bits=bits, stream=stream()
             )
         ],
     )
 
 
-def bench_discrepancy(bench: Bench, rows: int, bits: int, agreeing: bool = True) -> None:
-    """Records of activations that differ from the trainer's by 2 %, or random ones, whose look-ups collide most."""
+def bench_discrepancy(bench: Bench, rows: int, bits: int, agreeing: bool = True, by_row: bool = False) -> None:
+    """Records of activations that differ from the trainer's by 2 %, or random ones, whose look-ups collide most.
+
+    ``by_row``: as a trainer's microbatch holds them, with ``valid`` and a tensor scale per row.
+    """
     x, one = activations(rows), torch.ones(1, device="cuda")
     planes, scales = record(rows, "nvfp4", bits)
     if agreeing:
@@ -188,13 +192,15 @@ def bench_discrepancy(bench: Bench, rows: int, bits: int, agreeing: bool = True)
         torch.cuda.synchronize()
     sums = torch.zeros(10, device="cuda", dtype=torch.float64)
     moved = x.nbytes + planes.nbytes + scales.nbytes
+    valid = torch.ones(rows, device="cuda", dtype=torch.bool) if by_row else None
+    one = one.expand(rows).contiguous() if by_row else one
     bench.measure(
-        f"discrepancy nvfp4 b={bits} {'' if agreeing else 'random record'}",
+        f"discrepancy nvfp4 b={bits} {'' if agreeing else 'random record'}{'valid, scale a row' if by_row else ''}",
         rows,
         moved,
         [
             lambda: discrepancy.discrepancy(
-                x, planes, scales, one, sums=sums, format="nvfp4", bits=bits, stream=stream()
+                x, planes, scales, one, valid, sums=sums, format="nvfp4", bits=bits, stream=stream()
             )
         ],
     )
@@ -231,6 +237,49 @@ def bench_pack(bench: Bench, rows: int, layout: str, bits: int) -> None:
     bench.measure(f"pack {layout} b={bits}", rows, moved, calls)
 
 
+_BARE_GATHER = """
+extern "C" __global__ void gather(const uint4* codes, const unsigned short* scales, const int* slots, unsigned* planes,
+                                  unsigned short* out, unsigned chunks) {
+  unsigned first = blockIdx.x * 256u + threadIdx.x;
+  int slot[2];
+  uint4 held[2];
+  unsigned short scale[2];
+#pragma unroll
+  for (int k = 0; k < 2; k++) slot[k] = slots[min(first + 128u * k, chunks - 1u) / 32u];
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    unsigned chunk = first + 128u * k;
+    if (chunk >= chunks) continue;
+    held[k] = __ldg(codes + (unsigned long long)slot[k] * 32u + chunk % 32u);
+    scale[k] = __ldg(scales + (unsigned long long)slot[k] * 32u + chunk % 32u);
+  }
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+    unsigned chunk = first + 128u * k;
+    if (chunk >= chunks) continue;
+    planes[chunk] = held[k].x ^ held[k].y ^ held[k].z ^ held[k].w;
+    out[chunk] = scale[k];
+  }
+}
+"""
+
+
+def bare_gather(
+    pool: torch.Tensor, held: torch.Tensor, slots: torch.Tensor, planes: torch.Tensor, out: torch.Tensor
+) -> Callable[[], object]:
+    """What pack reads and writes, and nothing else: the limit of a gather of 512 and 64 bytes in this order."""
+    cupy = _module.cupy()
+    kernel = cupy.RawKernel(_BARE_GATHER, "gather", options=("-std=c++14",))
+    chunks = slots.numel() * 32
+    arguments = tuple(tensor.data_ptr() for tensor in (pool, held, slots, planes, out))
+
+    def call() -> None:
+        with cupy.cuda.ExternalStream(stream()):
+            kernel((-(-chunks // 256),), (128,), (*arguments, np.uint32(chunks)))
+
+    return call
+
+
 def bench_gather(bench: Bench, rows: int) -> None:
     """SGLang's KV pool: rows of 1024 elements by slot."""
     slots = torch.randperm(2 * rows, device="cuda", dtype=torch.int32)[:rows]
@@ -241,6 +290,7 @@ def bench_gather(bench: Bench, rows: int) -> None:
     site = PackSite(pool, held, planes, out, 1024, "nvfp4", slots=slots)
     moved = rows * (512 + 64 + 128 + 64 + 4)
     bench.measure("pack KV pool by slot b=1", rows, moved, [lambda: pack_sites([site], bits=1, stream=stream())])
+    bench.measure("  the same bytes by a bare gather", rows, moved, [bare_gather(pool, held, slots, planes, out)])
     codes, scales = pool.view(2 * rows, 512), held.view(2 * rows, 64)
     taken, moved_scales = torch.empty(rows, 512, device="cuda", dtype=torch.uint8), torch.empty_like(out)
 
@@ -322,10 +372,14 @@ def run(bench: Bench, quick: bool) -> None:
     for dtype in (torch.float16, torch.float32):
         bench_rounding(bench, large, "nvfp4", 1, dtype)
     for share in (1.0, 0.5, 0.0):
-        bench_validity(bench, large, share)
+        for bits in (1, 2, 3, 4):
+            bench_validity(bench, large, share, bits=bits)
+        for width in (2880, 4096, 7168, 16_384):
+            bench_validity(bench, large * WIDTH // width, share, width=width)
     for bits in (1, 2, 3, 4):
         for agreeing in (True, False):
             bench_discrepancy(bench, large, bits, agreeing)
+        bench_discrepancy(bench, large, bits, by_row=True)
     bench_decode(bench)
     if quick:
         return

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 import trace_client
-from trace_client.arena import Slabs
+from trace_client.arena import Arena, Slabs
 from trace_client.microbatch import Buffers
 from trace_store import wire
 from trace_store.chunk import RecordGroup
@@ -254,3 +254,26 @@ def test_missing_rows_are_invalid_in_an_arena_too(client: Any, run: str, records
         assert batch.valid[site].tolist() == [False] * 2 + [True] * 4 + [False] * 6
         assert (batch.tensor_scales[site] == batch.tensor_scales[site]).tolist() == batch.valid[site].tolist()
     assert {rows.reason for rows in batch.missing} == {"not recorded", "unknown trajectory"}
+
+
+def test_memory_of_a_read_after_a_restart_is_its_own(
+    new_server: Any, records: Any, sites: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = new_server().start()
+    with trace_client.connect(server.address) as client:
+        client.register("r", sites)
+        with client.writer("r", "p") as writer:
+            for number in range(2):
+                writer.append(f"t{number}", 0, records(4, seed=number))
+                writer.seal(f"t{number}", tokens=5, prompt_tokens=0)
+        reader = client.reader("r", "p")
+        reader.read([("t0", 0, 4)])
+        server.kill()
+        server.start()
+        client._channel.wait_ready()
+        monkeypatch.setattr(Arena, "alive", True)  # the client has not heard of it yet
+        first = reader.read([("t0", 0, 4)])
+        client._channel.arenas.usable = False  # as when the server has no memory left to share
+        second = reader.read([("t1", 0, 4)])
+        for number, batch in enumerate((first, second)):
+            assert (batch.planes[sites[0]] == records(4, seed=number)[sites[0]][0]).all()

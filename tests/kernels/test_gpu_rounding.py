@@ -150,6 +150,24 @@ def test_rows_without_a_record_round_natively(fmt: str, dtype: torch.dtype) -> N
         same_bits(got, torch.from_numpy(want).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("width", [48, 2048, 2880, 4096, 7168, 16_384, 66_048])
+def test_wide_rows_some_of_them_native(width: int, bits: int, dtype: torch.dtype) -> None:
+    """From rows that share a warp to rows of up to 1,024 threads, and one that these hold in two parts."""
+    rows = 37 if width < 20_000 else 5
+    planes, scales, decode = record(rows, width, "nvfp4", bits)
+    x = (torch.randn(rows, width, generator=torch.Generator().manual_seed(12)) * 3).to(dtype)
+    x[1, width - 1], x[2, 0] = 900.0, float("nan")
+    valid = torch.arange(rows) % 3 == 0
+    want = host.guided_round(
+        x.float().numpy(), planes, scales, np.array([decode]), valid.numpy(), format="nvfp4", bits=bits, rule="paper"
+    )
+    p, s = on_gpu(planes, scales)
+    got = torch_op.guided_round(x.cuda(), p, s, float(decode), valid.cuda(), format="nvfp4", bits=bits)
+    same_bits(got, torch.from_numpy(want).to(dtype))
+
+
 @pytest.mark.parametrize("bits", [1, 3, 4])
 def test_record_rows_and_a_tensor_scale_per_row(bits: int) -> None:
     planes, scales, _ = record(50, 96, "nvfp4", bits)
@@ -263,7 +281,22 @@ def test_discrepancy_equals_the_host(bits: int, fmt: str, dtype: torch.dtype) ->
             np.testing.assert_allclose(got[7:].numpy(), want[7:].numpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("bits", [1, 4])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rows", "width"), [(1, 16), (301, 48), (90, 2880), (40, 16_384)])
+def test_discrepancy_of_any_width(rows: int, width: int, bits: int) -> None:
+    """Rows that do and do not divide what a block takes at a time, less than that, and what is left over."""
+    planes, scales, decode = record(rows, width, "nvfp4", bits)
+    x = (torch.randn(rows, width, generator=torch.Generator().manual_seed(13)) * 3).to(torch.bfloat16)
+    p, s = torch.from_numpy(planes), torch.from_numpy(scales)
+    for valid in (None, torch.arange(rows) % 4 != 1):
+        want = torch_op.discrepancy(x, p, s, float(decode), valid, format="nvfp4", bits=bits)
+        held = None if valid is None else valid.cuda()
+        got = torch_op.discrepancy(x.cuda(), p.cuda(), s.cuda(), float(decode), held, format="nvfp4", bits=bits).cpu()
+        assert got[:7].tolist() == want[:7].tolist()
+        np.testing.assert_allclose(got[7:].numpy(), want[7:].numpy(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_discrepancy_of_many_rows(bits: int) -> None:
     """Counters of a thread are emptied many times, and rows that all count must not overflow them."""
     rows, width = 40_000, 2048

@@ -182,6 +182,15 @@ def test_compiled_without_a_graph_break() -> None:
     assert x.grad.unique().tolist() == [6.0]
 
 
+def test_compiled_with_a_number_for_a_tensor_scale() -> None:
+    x, planes, scales, _ = inputs(96, 512)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch_op.guided_round(x, planes, scales, 0.37, format="nvfp4", bits=1) * 3
+
+    assert torch.equal(torch.compile(step, fullgraph=True)(x).view(torch.int16), step(x).view(torch.int16))
+
+
 def test_second_derivative_is_refused() -> None:
     x, planes, scales, scale = inputs(8, 64)
     x.requires_grad_()

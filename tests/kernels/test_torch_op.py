@@ -11,6 +11,7 @@ import torch
 from trace_kernels import host, torch_op
 from trace_kernels.discrepancy import Discrepancy
 from trace_kernels.layout import vllm_kv_page
+from trace_kernels.pack import PackSite
 from trace_store import codebook
 from trace_store.errors import InvalidRequest, Unsupported
 
@@ -114,6 +115,22 @@ def test_compiles_without_a_graph_break() -> None:
     assert x.grad.unique().tolist() == [6.0]
 
 
+@pytest.mark.parametrize("scale", [0.37, 2])
+def test_compiles_with_a_number_for_a_tensor_scale(scale: float) -> None:
+    planes, scales, _ = record()
+    x = activations()
+
+    def step(x: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
+        guided = torch_op.guided_round(x, planes, scales, scale, native_tensor_scale=scale, **NVFP4)
+        nearest = torch_op.rtn_round(x, scales, scale, format="nvfp4")
+        sums = torch_op.discrepancy(x, planes, scales, scale, **NVFP4)
+        return guided, nearest, sums, *torch_op.quantize(x, scale, format="nvfp4")
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for ours, theirs in zip(compiled(x, scale), step(x, torch.tensor([float(scale)])), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 def test_operators_pass_torchs_own_checks() -> None:
     planes, scales, decode = record()
     x = activations().requires_grad_()
@@ -199,6 +216,92 @@ def test_bad_arguments_are_named(change: dict[str, Any], argument: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         torch_op.guided_round(activations(), planes, scales, decode, **{**NVFP4, **change})
     assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("call", ["guided_round", "discrepancy"])
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"valid": torch.ones(7, dtype=torch.bool)}, "valid"),
+        ({"valid": torch.ones(12, dtype=torch.float32)}, "valid"),
+        ({"planes": torch.zeros(12, 1, 16, dtype=torch.uint8)}, "planes"),
+        ({"planes": torch.zeros(12, 1, 8, dtype=torch.float8_e4m3fn)}, "planes"),
+        ({"scales": torch.zeros(12, 8, dtype=torch.uint8)}, "scales"),
+        ({"scales": torch.zeros(12, 4, dtype=torch.bfloat16)}, "scales"),
+        ({"tensor_scale": torch.ones(5)}, "tensor_scale"),
+        ({"x": torch.zeros(12, 64, dtype=torch.float64)}, "x"),
+        ({"x": torch.zeros(12, 60)}, "x"),
+    ],
+)
+def test_cpu_tensors_are_refused_as_cuda_tensors_are(call: str, change: dict[str, Any], argument: str) -> None:
+    planes, scales, decode = record()
+    args = {"x": activations(), "planes": planes, "scales": scales, "tensor_scale": decode, **NVFP4, **change}
+    with pytest.raises(InvalidRequest) as caught:
+        getattr(torch_op, call)(**args)
+    assert caught.value.argument == argument, caught.value
+
+
+def test_record_rows_out_of_range_are_named() -> None:
+    planes, scales, decode = record(rows=5)
+    index = torch.tensor([0, 1, 5] + [0] * 9, dtype=torch.int32)
+    with pytest.raises(InvalidRequest, match="largest=5 rows=5") as caught:
+        torch_op.guided_round(activations(), planes, scales, decode, record_rows=index, **NVFP4)
+    assert caught.value.argument == "record_rows"
+
+
+def pack_arguments(**change: Any) -> dict[str, Any]:
+    codes, scales, _ = record(rows=8, bits=4)
+    return {"codes": codes, "scales": scales, "width": 64, **NVFP4, **change}
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"codes": torch.zeros(8, 32, dtype=torch.float8_e4m3fn)}, "codes"),
+        ({"codes": torch.zeros(8, 16, dtype=torch.bfloat16)}, "codes"),
+        ({"codes": torch.zeros(4, 64, dtype=torch.uint8), "scales": torch.zeros(8, 4, dtype=torch.uint8)}, "codes"),
+        ({"scales": torch.zeros(8, 2, dtype=torch.bfloat16)}, "scales"),
+        ({"scales": torch.zeros(4, 8, dtype=torch.uint8)}, "scales"),
+        ({"scales": torch.zeros(8, 4, dtype=torch.uint8), "layout": "128x4"}, "scales"),
+        ({"global_scale": torch.ones(1), "global_scale_kind": "inverse"}, "global_scale_kind"),
+        ({"global_scale": torch.ones(3)}, "global_scale"),
+        ({"tokens": 9}, "codes"),
+        ({"slots": torch.tensor([0, 1, 8])}, "slots"),
+        ({"slots": torch.tensor([0.0, 1.0])}, "slots"),
+        ({"dest_rows": torch.tensor([0, 1, 2, 3, 4, 5, 6, 8])}, "dest_rows"),
+        ({"width": 60}, "width"),
+        ({"bits": 5}, "bits"),
+    ],
+)  # fmt: skip
+def test_packing_cpu_tensors_refuses_what_the_gpu_refuses(change: dict[str, Any], argument: str) -> None:
+    args = pack_arguments(**change)
+    with pytest.raises(InvalidRequest) as caught:
+        torch_op.pack(**args)
+    assert caught.value.argument == argument, caught.value
+
+
+def test_a_refused_pack_writes_nothing() -> None:
+    planes, out = torch.zeros(8, 1, 8, dtype=torch.uint8), torch.zeros(8, 4, dtype=torch.uint8)
+    with pytest.raises(InvalidRequest, match="slots"):
+        torch_op.pack(**pack_arguments(slots=torch.arange(1, 9), out=(planes, out, None)))
+    assert not planes.any()
+    assert not out.any()
+
+
+def test_vllm_slots_beyond_the_cache_are_named() -> None:
+    page = vllm_kv_page("v", block_size=16, heads=2, head_dim=64, order="hnd", architecture="sm_100")
+    cache = torch.zeros(4, page.page_bytes, dtype=torch.uint8)
+    with pytest.raises(InvalidRequest, match="largest=64 rows=64"):
+        torch_op.pack(cache, cache, width=128, slots=torch.tensor([64]), page=page, **NVFP4)
+
+
+def test_numpy_sites_are_checked_too() -> None:
+    site = PackSite(
+        np.zeros((8, 64), np.uint8), np.zeros((8, 4), np.uint8), np.zeros((8, 1, 8), np.uint8),
+        np.zeros((8, 4), np.uint8), 64, "nvfp4",
+    )  # fmt: skip
+    with pytest.raises(InvalidRequest, match="row size"):
+        host.pack(site, bits=1)
 
 
 def test_other_devices_are_refused() -> None:
