@@ -151,11 +151,11 @@ class Partition:
         self.rebuild()
         self.released.update(before.difference(self.trajectories))
 
-    def apply(self, segment: Segment, first_row: int, changes: int | None = None) -> None:
+    def apply(self, segment: Segment, first_row: int, changes: int) -> None:
         """Enter rows that were written here, from ``first_row`` to the last one.
 
-        ``changes``: of the partition, when it was decided to write them. If others' segments were entered since, a seal
-        or release must not take in what it did not know.
+        ``changes``: of the partition, when it was decided to write them. If others' segments were entered since, rows
+        must not join what they did not know.
         """
         segment.entered_rows = len(segment.index)
         names: set[str] = set()
@@ -164,16 +164,18 @@ class Partition:
                 self.unpublished.add((name, event.attempt))
             names.add(name)
             self._apply(name, event)
-        if changes is not None and changes != self.changes:
+        if changes != self.changes:
             self.rebuild(names)
 
-    def apply_groups(self, segment: Segment, first_row: int, groups: Sequence[RecordGroup]) -> None:
+    def apply_groups(self, segment: Segment, first_row: int, groups: Sequence[RecordGroup], changes: int) -> None:
         """``apply`` for a chunk that was written here: 5 us instead of 30, since its groups need not be found."""
         segment.entered_rows = len(segment.index)
         for group in groups:
             span = (first_row, group.start, group.stop, group.policy_version)
             self._add_group(group.trajectory, Event(RowKind.RECORD, group.attempt, segment, *span, group.sites))
             first_row += len(group.sites)
+        if changes != self.changes:
+            self.rebuild({group.trajectory for group in groups})
 
     def _apply(self, name: str, event: Event) -> None:
         """Apply the next event of a writer that knew all that is here."""

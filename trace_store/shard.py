@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any, TypeGuard
 
-from trace_store.admission import admit
+from trace_store.admission import Admission, admit
 from trace_store.attempt import Segment
 from trace_store.catalog import Partition
 from trace_store.chunk import Chunk, check_chunk
@@ -235,37 +235,52 @@ class Shard:
         for group in command.chunk.groups:
             _raise_deferred(partition, group.trajectory, group.attempt)
         check_chunk(command.chunk, partition.run.name, partition.name, partition.run.sites)
-        with StoredRecords(self._volume, partition) as records:
-            admission = admit(partition, command.chunk, records)
+        admission, changes, known = self._admit(partition, command.chunk)
         stored = 0
         if admission.chunk is not None:
             stored = admission.chunk.records
-            if self._gate is not None:
-                self._gate.admit(admission.chunk.payload_bytes)
             compress = self._may_compress(admission.chunk.scales.nbytes)
-            self._write_chunk(partition, admission.chunk, compress)
+            self._write_chunk(partition, admission.chunk, compress, changes, known)
         result = AppendResult(stored, admission.duplicates)
         if command.durability == "synced":
             self._answer_synced(command.future, result)
         elif command.durability == "written":
             command.future.set_result(result)
 
-    def _write_chunk(self, partition: Partition, chunk: Chunk, compress: bool) -> None:
+    def _admit(self, partition: Partition, chunk: Chunk) -> tuple[Admission, int, Known | None]:
+        """What of a chunk is new; the state of the catalog that decided it; and what that knew, if rows are to replace
+        others of a sealed attempt. Waits while the disk is nearly full."""
+        waited = False
+        with StoredRecords(self._volume, partition) as records:
+            while True:
+                changes = partition.changes
+                admission = admit(partition, chunk, records)
+                if admission.chunk is not None and self._gate is not None and not waited:
+                    self._gate.admit(admission.chunk.payload_bytes)
+                    waited = True
+                with self._volume.lock:
+                    # Rows must not be stored for a catalog that another thread has changed since, as by loading a seal.
+                    if changes == partition.changes:
+                        replaces = any(partition.is_sealed(group.trajectory, group.attempt) for group in chunk.groups)
+                        return admission, changes, self._volume.known(partition) if replaces else None
+
+    def _write_chunk(
+        self, partition: Partition, chunk: Chunk, compress: bool, changes: int, known: Known | None
+    ) -> None:
         tail = self._open_segment(partition)
-        if not any(partition.is_sealed(group.trajectory, group.attempt) for group in chunk.groups):
+        if known is None:
             write = methodcaller("append_chunk", chunk, compress)
-            self._write(tail, write, lambda segment, row: partition.apply_groups(segment, row, chunk.groups))
+            self._write(tail, write, lambda segment, row: partition.apply_groups(segment, row, chunk.groups, changes))
             return
         # The rows replace others of a sealed attempt: to count, they must be seen to know its seal.
-        with self._volume.lock:
-            told, known = known_rows(self._volume.known(partition).stems, tail.told)
+        told, rows = known_rows(known.stems, tail.told)
 
         def write_both(writer: SegmentWriter) -> None:
-            if known:
-                writer.append_controls(known)
+            if rows:
+                writer.append_controls(rows)
             writer.append_chunk(chunk, compress)
 
-        self._write(tail, write_both, partition.apply)
+        self._write(tail, write_both, lambda segment, row: partition.apply(segment, row, changes))
         tail.told = told
 
     def _may_compress(self, size: int) -> bool:
@@ -369,7 +384,7 @@ class Shard:
             self._end(tail.partition)
             raise
         with self._volume.lock:
-            tail.partition.apply(tail.segment, 0)
+            tail.partition.apply(tail.segment, 0, tail.partition.changes)
 
     def _end(self, partition: Partition) -> None:
         """Stop adding to a segment whose write or sync failed. What it holds stays readable; ``repair`` copies it."""

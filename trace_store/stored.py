@@ -42,7 +42,7 @@ class StoredRecords:
 
     def is_whole(self) -> bool:
         """Whether all segments of the partition are known."""
-        return self._volume.is_whole(self._partition)
+        return self._volume.is_whole()
 
     def read(self, number: int, row: int) -> StoredRecord:
         """One record, verified; from the uploaded copy where the local one is damaged.

@@ -282,9 +282,12 @@ class Volume:
         """Names of released segments that other servers may still see in the object store."""
         return self._released.get(partition.directory, frozenset())
 
-    def is_whole(self, partition: Partition) -> bool:
-        """Whether all its segments are known here, so that rows which a seal counts and nobody has are lost."""
-        return self.objects is None or self.objects.is_whole(partition)
+    def is_whole(self) -> bool:
+        """Whether all its segments are known for sure, so that rows which a seal counts and nobody has are lost.
+
+        Never so with an object store: an object that a listing left out would let other rows into a sealed attempt.
+        """
+        return self.objects is None
 
     # -- release
 

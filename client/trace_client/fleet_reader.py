@@ -58,7 +58,9 @@ class FleetReader:
         self._fleet = fleet
         self.run, self.partition = check_name(run, "run"), check_name(partition, "partition")
         self.sites: tuple[Site, ...] = fleet.first(lambda channel: channel.table(run))
-        self._servers = {receipt.trajectory: receipt.server for receipt in receipts if receipt.partition == partition}
+        ours = [receipt for receipt in receipts if (receipt.run, receipt.partition) == (run, partition)]
+        self._servers = {receipt.trajectory: receipt.server for receipt in ours}
+        self._attempts = {receipt.trajectory: receipt.attempt for receipt in ours}
         self._homes: dict[str, Endpoint] = {}
         self._readers: dict[int, Reader] = {}
         self._spare = SpareBuffers()

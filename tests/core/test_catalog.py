@@ -100,7 +100,7 @@ def test_a_rebuild_does_not_show_what_was_not_visible(tmp_path: Path) -> None:
         writer.append_chunk(make_chunk("run", "p", TABLE, name, 0, 4, attempt=attempt))
         writer.append_controls([(RowKind.SEAL, name, attempt, 0, 5, 8)])
     segment = found.segments[0] = Segment(0, writer.path, writer.index)
-    found.apply(segment, 0)
+    found.apply(segment, 0, found.changes)
     found.publish("a", 0)
     found.rebuild()
 
@@ -125,7 +125,7 @@ def test_a_rebuild_between_a_write_and_its_entry_does_not_enter_the_rows_twice(t
     found.rebuild()
     assert found.trajectories["t"].open is not None
     assert found.trajectories["t"].open.rows() == 8
-    found.apply(segment, 2)
+    found.apply(segment, 2, found.changes)
     assert found.trajectories["t"].open.rows() == 16
     found.rebuild()
     assert found.trajectories["t"].open.rows() == 16

@@ -113,7 +113,7 @@ def knows(later: Event, earlier: Event) -> bool:
     """Section 5: whether the writer of a row had another row."""
     (ours, place, _), (theirs, other_place, _) = later, earlier
     (number, _, epoch), (other_number, _, other_epoch) = ours.name.partition("-"), theirs.name.partition("-")
-    if epoch == other_epoch:
+    if epoch == other_epoch and later[2]["trajectory"]:
         return (other_number, other_place) < (number, place)
     if ours.metadata["trace_store.format"] == "1":
         return theirs.name < ours.name

@@ -82,12 +82,14 @@ def manifest(directory: Path) -> None:
 def several(directory: Path) -> None:
     """Three servers that know little of each other: unsealed rows, a seal, releases, in an order that names hide."""
 
-    def write(name: str, server: str, chunks: list[Chunk], controls: list[ControlRow]) -> None:
+    def write(name: str, server: str, *steps: Chunk | list[ControlRow]) -> None:
         header = SegmentHeader("run", "step", SMALL_TABLE, server, int(name[:10]))
         writer = SegmentWriter(directory / "several", name, header)
-        for item in chunks:
-            writer.append_chunk(item)
-        writer.append_controls(controls)
+        for step in steps:
+            if isinstance(step, Chunk):
+                writer.append_chunk(step)
+            else:
+                writer.append_controls(step)
         writer.seal()
         writer.close()
 
@@ -96,11 +98,16 @@ def several(directory: Path) -> None:
 
     (directory / "several").mkdir(exist_ok=True)
     seal, release, known = RowKind.SEAL, RowKind.RELEASE, RowKind.KNOWN
-    write("0000000000-aa", "a", [chunk("cut", 3, 1), chunk("gone", 2, 1)], [(seal, "gone", 0, 0, 3, 2)])
-    write("0000000000-bb", "b", [chunk("cut", 5, 2), chunk("anew", 2, 1)], [(seal, "cut", 0, 0, 6, 5)])
+    write("0000000000-aa", "a", chunk("cut", 3, 1), chunk("gone", 2, 1), [(seal, "gone", 0, 0, 3, 2)])
+    write("0000000000-bb", "b", chunk("cut", 5, 2), chunk("anew", 2, 1), [(seal, "cut", 0, 0, 6, 5)])
     known_by_c = [(known, "aa", 0, 0, 1, 0), (known, "bb", 0, 0, 1, 0)]
-    write("0000000001-cc", "c", [], [*known_by_c, (release, "gone", 0, 0, 0, 0), (release, "anew", 0, 0, 0, 0)])
-    write("0000000001-bb", "b", [chunk("anew", 4, 3)], [(seal, "anew", 0, 0, 5, 4)])
+    write("0000000001-cc", "c", [*known_by_c, (release, "gone", 0, 0, 0, 0), (release, "anew", 0, 0, 0, 0)])
+    write("0000000001-bb", "b", chunk("anew", 4, 3), [(seal, "anew", 0, 0, 5, 4)])
+    # After a release of the partition, which knew one of its segments: each segment that is written anew says so.
+    write("0000000001-ee", "d", chunk("whole", 3, 4), [(seal, "whole", 0, 0, 4, 3)])
+    anew = [(known, "ee", 0, 1, 2, 0), (release, "", 0, 0, 0, 0)]
+    write("0000000002-dd", "d", anew, chunk("whole", 2, 5), [(seal, "whole", 0, 0, 3, 2)])
+    write("0000000003-dd", "d", anew, chunk("next", 2, 6), [(seal, "next", 0, 0, 3, 2)])
 
 
 def make_all(directory: Path) -> None:

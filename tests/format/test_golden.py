@@ -95,9 +95,9 @@ def test_the_independent_reader_agrees_on_what_several_servers_wrote(
     paths = sorted((golden / "several").iterdir())
     expected = reader.visible([reader.read_segment(path) for path in paths])
     engine = open_engine({path.name: path for path in paths}, "run", "step")
-    assert read_all(engine, ["cut", "gone", "anew"], 20, "run", "step") == expected
+    assert read_all(engine, ["cut", "gone", "anew", "whole", "next"], 20, "run", "step") == expected
     site = engine.sites("run")[0]
-    for name, tokens, seed in (("cut", 5, 2), ("anew", 4, 3)):
+    for name, tokens, seed in (("cut", 5, 2), ("anew", 4, 3), ("whole", 2, 5), ("next", 2, 6)):
         codes = make_rows(site, 0, name, 0, 0, tokens, seed=seed)[0]
         assert [expected.pop((name, site.name, n))[0] for n in range(tokens)] == [row.tobytes() for row in codes]
     assert expected == {}

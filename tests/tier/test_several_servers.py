@@ -212,6 +212,44 @@ def test_a_seal_without_rows_does_not_hide_the_complete_one(sidecar: Make, low: 
         assert content(server, "t") == (expected("t"), set())
 
 
+@pytest.mark.parametrize("moment", ["while it is compared", "before it is written"])
+def test_rows_do_not_join_a_seal_that_arrives_while_they_are_admitted(
+    sidecar: Make, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    first, second = sidecar("a"), sidecar("b")
+    write(second, "t", seed=1)
+    append(first, "other", 0, 1)
+    writer, admit = first.engine._shard, shard.admit
+    wrote = writer._write
+
+    def arrive() -> None:
+        monkeypatch.setattr(shard, "admit", admit)
+        writer._write = wrote
+        second.upload()
+        first.tier.follow()
+
+    def compare(*arguments: Any) -> Any:
+        found = admit(*arguments)
+        arrive()
+        return found
+
+    def store(*arguments: Any) -> None:
+        arrive()
+        wrote(*arguments)
+
+    if moment == "before it is written":
+        writer._write = store
+        append(first, "t", 0, 8, seed=2)
+    else:
+        monkeypatch.setattr(shard, "admit", compare)
+        with pytest.raises(Conflict):
+            append(first, "t", 0, 8, seed=2)
+    assert content(first, "t") == (expected("t", seed=1), set())
+    settle(first, second)
+    for server in (first, second, sidecar("c")):
+        assert content(server, "t") == (expected("t", seed=1), set())
+
+
 @pytest.mark.parametrize("of_partition", [True, False], ids=["partition", "trajectory"])
 @pytest.mark.parametrize("writer", ["a", "b"])
 def test_rows_sent_again_outlive_a_release_that_their_server_has_not_heard_of(
@@ -310,6 +348,7 @@ def test_a_seal_does_not_take_in_rows_that_arrive_while_it_is_written(sidecar: M
 
     shard._write = load_first
     seal(second, "t", 8)
+    assert content(second, "t") == (expected("t", seed=2), set())
     settle(first, second)
     for server in (first, second, sidecar("c")):
         assert content(server, "t") == (expected("t", seed=2), set())

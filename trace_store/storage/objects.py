@@ -27,9 +27,6 @@ class Objects(Protocol):
     def keys(self, partition: Partition) -> list[str]:
         """Objects of a partition and of its segments on their way there. Wants the lock held; makes no request."""
 
-    def is_whole(self, partition: Partition) -> bool:
-        """Whether the catalog has every segment of it that the store is known to hold. Makes no request."""
-
     def released(self, partition: Partition, directory: Path, keys: list[str]) -> None:
         """The partition was renamed to ``directory``: delete the objects, then the directory."""
 

@@ -204,9 +204,6 @@ class ObjectTier:
         names = {segment.path.stem + SEALED_SUFFIX for segment in partition.segments.values()}
         return [object_key(place, name) for name in sorted(names.union(self.view.objects(place)))]
 
-    def is_whole(self, partition: Partition) -> bool:
-        return self.joined and not self.loader.missing(partition_place(partition))
-
     def released(self, partition: Partition, directory: Path, keys: list[str]) -> None:
         place, size = partition_place(partition), partition.disk_bytes
         if self.joined:
