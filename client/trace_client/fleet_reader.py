@@ -32,10 +32,13 @@ REMEMBERED_MAX = 100_000
 UNREACHABLE = "server unreachable"
 """Reason of rows that no server that answers knows, while one does not answer."""
 
+SUPERSEDED = "superseded by a newer attempt"
+"""Reason of rows whose receipt names an older attempt than the visible one."""
+
 _NUMBERS = {text: number for number, text in REASONS.items()}
 _UNKNOWN, _NOT_UPLOADED = REASONS[1], REASONS[8]
 _ASK_ELSEWHERE = {REASONS[number] for number in (1, 2, 4, 7, 8)}
-_TELLING = [REASONS[number] for number in (4, 7, 6, 5, 3, 8, 2, 1)]
+_TELLING = [SUPERSEDED, *(REASONS[number] for number in (4, 7, 6, 5, 3, 8, 2, 1))]
 """Reasons, the most telling first: what one server knows of a trajectory says more than that another has not got it."""
 
 
@@ -77,8 +80,9 @@ class FleetReader:
     ) -> Microbatch:
         """As ``Reader.read``; where a server of the fleet is on this host, through memory that is shared with it.
 
-        Rows that their server had sealed and not uploaded when it went away are missing with
-        reason ``not uploaded`` if a receipt says that they existed, else ``server unreachable``.
+        Rows that their server had sealed and not uploaded when it went away are missing with reason ``not uploaded``
+        if a receipt says that they existed, else ``server unreachable``. A trajectory with a receipt is read as the
+        attempt that it names, and no other.
 
         Raises:
             InvalidRequest: names the argument.
@@ -139,7 +143,8 @@ class FleetReader:
                         invalidate(batch, asked_now)
                     continue
                 answered.update(span.trajectory for span in asked_now)
-                open_spans -= self._settle(endpoint, numbers, wanted, part, reasons)
+                elsewhere = self._refuse_others(batch, asked_now, reasons)
+                open_spans -= self._settle(endpoint, numbers, wanted, part, reasons, elsewhere)
         if failure is not None and not any(endpoint.healthy for endpoint in self._fleet.endpoints):
             raise failure
         self._report(batch, wanted, chosen, reasons)
@@ -233,6 +238,19 @@ class FleetReader:
         merge(batch, spans, other, others)
         return other.missing
 
+    def _refuse_others(self, batch: Microbatch, spans: Sequence[TokenSpan], reasons: dict[str, set[str]]) -> set[str]:
+        """Take back rows of another attempt than a trajectory's receipt names: they are of other tokens. Returns those
+        of which another server may have the right one."""
+        elsewhere = set()
+        for name in {span.trajectory for span in spans}.intersection(self._attempts, batch.attempts):
+            older = batch.attempts[name] < self._attempts[name]
+            if batch.attempts[name] != self._attempts[name]:
+                reasons.setdefault(name, set()).add(_NOT_UPLOADED if older else SUPERSEDED)
+                invalidate(batch, [span for span in spans if span.trajectory == name])
+                if older:
+                    elsewhere.add(name)
+        return elsewhere
+
     def _settle(
         self,
         endpoint: Endpoint,
@@ -240,9 +258,9 @@ class FleetReader:
         wanted: Sequence[TokenSpan],
         missing: list[MissingRows],
         reasons: dict[str, set[str]],
+        elsewhere: set[str],
     ) -> set[int]:
         """Spans that need not be asked elsewhere; remembers who had them."""
-        elsewhere = set()
         for rows in missing:
             reasons.setdefault(rows.trajectory, set()).add(rows.reason)
             if rows.reason in _ASK_ELSEWHERE:

@@ -5,6 +5,7 @@ The servers here share no bucket, so that each can hold what the other lacks; da
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,15 @@ from trace_store import Site
 RUN, PARTITION, TOKENS = "run", "step-1", 12
 
 
-def write(address: str, sites: Any, records: Callable[..., Any], *, seed: int, attempt: int = 0) -> Any:
+def write(
+    address: str,
+    sites: Any,
+    records: Callable[..., Any],
+    *,
+    seed: int,
+    attempt: int = 0,
+    receipts: list[Any] | None = None,
+) -> Any:
     """A sealed trajectory, two records a site."""
     with trace_client.connect(address) as client:
         client.register(RUN, sites)
@@ -28,7 +37,9 @@ def write(address: str, sites: Any, records: Callable[..., Any], *, seed: int, a
             for low in (0, TOKENS // 2):
                 part = {s: tuple(column[low : low + TOKENS // 2] for column in columns) for s, columns in rows.items()}
                 writer.append("t", low, part, attempt=attempt)
-            writer.seal("t", tokens=TOKENS + 1, prompt_tokens=0, attempt=attempt)
+            receipt = writer.seal("t", tokens=TOKENS + 1, prompt_tokens=0, attempt=attempt)
+            if receipts is not None:
+                receipts.append(receipt)
     return rows
 
 
@@ -56,9 +67,9 @@ def same(batch: Any, rows: Any, *, token: slice = slice(0, TOKENS)) -> bool:
     )
 
 
-def read(*servers: Any) -> Any:
+def read(*servers: Any, receipts: Any = ()) -> Any:
     with trace_client.connect([server.address for server in servers]) as fleet:
-        batch = fleet.reader(RUN, PARTITION).read([("t", 0, TOKENS)])
+        batch = fleet.reader(RUN, PARTITION, receipts=receipts).read([("t", 0, TOKENS)])
         for name in ("planes", "scales", "tensor_scales", "valid"):
             setattr(batch, name, {site: array.copy() for site, array in getattr(batch, name).items()})
         return batch
@@ -136,3 +147,22 @@ def test_a_server_that_breaks_off_leaves_no_rows(
     assert broken
     assert same(batch, newer)
     assert batch.attempts == {"t": 1}
+
+
+def test_a_receipt_is_read_as_its_attempt_or_not_at_all(servers: list[Any], sites: Any, records: Any) -> None:
+    receipts: list[Any] = []
+    older = write(servers[0].address, sites, records, seed=1, attempt=0, receipts=receipts)
+    newer = write(servers[1].address, sites, records, seed=2, attempt=1, receipts=receipts)
+    assert same(read(*servers, receipts=receipts[1:]), newer)
+    assert same(read(servers[0], receipts=receipts[:1]), older)
+    superseded = read(servers[1], receipts=receipts[:1])
+    assert {item.reason for item in superseded.missing} == {"superseded by a newer attempt"}
+    servers[1].kill()
+    lost = read(*servers, receipts=receipts[1:])
+    assert {item.reason for item in lost.missing} == {"not uploaded"}
+    for batch in (superseded, lost):
+        assert not any(valid.any() for valid in batch.valid.values())
+        assert all(np.isnan(tensors).all() for tensors in batch.tensor_scales.values())
+        assert batch.attempts == {}
+    other_run = dataclasses.replace(receipts[1], run="another")
+    assert same(read(servers[0], receipts=[other_run]), older)
