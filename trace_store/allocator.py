@@ -6,8 +6,8 @@ and more for touched memory: holding it gained 1.1 to 1.25x on gRPC streams and 
 
 The price is memory: what was in use at the peak stays with the process, and every growth of the heap takes
 TOP_PAD_BYTES more: a server with four gRPC writers and a reader held 150 to 170 MiB afterwards instead of 57, at its
-peak 270 to 290 instead of 170 to 210. With arenas there is no difference. Servers do this at start. A client decides for
-its own process: call ``keep_freed_memory`` early, or start it with ``environment()``.
+peak 270 to 290 instead of 170 to 210. With arenas there is no difference. Servers do this at start. A client decides
+for its own process: call ``keep_freed_memory`` early, or start it with ``environment()``.
 """
 
 from __future__ import annotations

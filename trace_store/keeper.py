@@ -2,7 +2,8 @@
 
 Releases go through the writer's queue, in front of what waits there, so that deletion keeps pace with ingest. A clock
 that jumps does not age anything: times come from the engine's clock, which is set once at start, and that one is not
-believed blindly (``lifetime``).
+believed blindly (``lifetime``). Partitions of a bucket are compared by the clock of the bucket alone
+(``tier.bucket_clock``), and one that has local segments too is only old if it is old by both.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 from trace_store.attempt import Segment
 from trace_store.catalog import Partition
 from trace_store.gate import DiskGate
-from trace_store.lifetime import PAUSE_SHARE_MAX, SAVE_S, Pause, save
+from trace_store.lifetime import PAUSE_SHARE_MAX, SAVE_S, Pause, age, save
 from trace_store.retention import Limits, PartitionFacts, SegmentFacts, to_evict, to_release
-from trace_store.tier.layout import Place
+from trace_store.tier.bucket_clock import BucketClock
+from trace_store.tier.layout import Place, partition_place
 from trace_store.tier.tier import ObjectTier
 from trace_store.volume import Volume
 
@@ -73,7 +75,7 @@ class Keeper:
         self._stop.set()
         self._wake.set()
         self._thread.join()
-        save(self._volume.root, self._volume.now(), self._pauses)
+        self._save()
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_PRESSED_S):
@@ -88,19 +90,23 @@ class Keeper:
         """Look once; also for tests."""
         if self._tier is not None:
             self._tier.tick()
-        now = self._volume.now()
-        if now - self._saved_at >= SAVE_S:
-            save(self._volume.root, now, self._pauses)
-            self._saved_at = now
+        if self._volume.now() - self._saved_at >= SAVE_S:
+            self._save()
         partitions, evictable, used = self._facts()
         # What is being deleted still fills the disk: a deletion that hangs must not let ingest run past the cap.
         self._gate.observe(used + self._volume.deleter.pending_bytes)
-        wanted = to_release(self._limits, partitions, now, evictable=self._tier is not None, pauses=self._pauses)
+        wanted = to_release(self._limits, partitions, evictable=self._tier is not None)
         for place, rule in wanted:
             if place not in self._under_way:
                 self._release_place(place, rule)
         if self._tier is not None:
             self._evict(self._tier, evictable, used)
+
+    def _save(self) -> None:
+        self._saved_at = self._volume.now()
+        save(self._volume.root, self._saved_at, self._pauses)
+        if self._tier is not None:
+            self._tier.bucket_clock.save()
 
     def _facts(self) -> tuple[list[PartitionFacts[Place]], list[SegmentFacts[int]], int]:
         """Partitions of catalog and bucket, uploaded segments on the disk, and the bytes of all segments there."""
@@ -108,23 +114,51 @@ class Keeper:
         segments: list[SegmentFacts[int]] = []
         self._segments: dict[int, Segment] = {}
         used = 0
-        if self._tier is not None:
+        clock = self._tier.bucket_clock if self._tier is not None and self._tier.joined else None
+        if self._tier is not None and clock is not None:
             for place, written in self._tier.view.written_at().items():
-                facts[place] = PartitionFacts(place, place[0], written, 0)
+                facts[place] = PartitionFacts(place, place[0], written, 0, self._idle(clock.age, written))
         with self._volume.lock:
             for run in self._volume.runs.values():
                 for partition in run.partitions.values():
-                    held = partition.disk_bytes
-                    used += held
-                    place = (run.directory.name, partition.directory.name)
-                    written = max(partition.written_at, facts[place].written_at if place in facts else 0.0)
-                    if partition.segments:
-                        facts[place] = PartitionFacts(place, place[0], written, held)
+                    used += partition.disk_bytes
+                    found = facts.pop(partition_place(partition), None)
+                    fact = self._local_facts(partition, found, clock) if partition.segments else found
+                    if fact is not None:
+                        facts[fact.key] = fact
                     for segment in partition.segments.values():
                         if segment.local and segment.uploaded:
                             segments.append(SegmentFacts(segment.number, segment.read_at, segment.disk_bytes))
                             self._segments[segment.number] = segment
         return list(facts.values()), segments, used
+
+    def _local_facts(
+        self, partition: Partition, in_bucket: PartitionFacts[Place] | None, clock: BucketClock | None
+    ) -> PartitionFacts[Place] | None:
+        """A partition of the catalog; None while nobody can say how it compares with others. Wants the lock held."""
+        now, idle = self._volume.now(), float("inf")
+        sent = all(segment.uploaded for segment in partition.segments.values())
+        place, written = partition_place(partition), partition.written_at
+        if not (written or sent):
+            written = now  # its first rows are being written
+        if written:
+            idle = self._idle(lambda at, limit: age(at, now, self._pauses, limit), written)
+        if clock is None:
+            return PartitionFacts(place, place[0], written, partition.disk_bytes, idle)
+        times = [in_bucket.written_at] if in_bucket is not None else []
+        if not sent:
+            told = clock.of_local(place, written)
+            if told is None:
+                return None  # its upload will tell
+            times.append(told)
+        if not times:
+            return None  # all of it is gone from the bucket: the follower finds out why
+        newest = max(times)
+        return PartitionFacts(place, place[0], newest, partition.disk_bytes, min(idle, self._idle(clock.age, newest)))
+
+    def _idle(self, age_of: Callable[[float, float], float], written: float) -> float:
+        """Seconds without a write, as they count for the rule of age."""
+        return age_of(written, self._limits.age_s) if self._limits.age_s is not None else 0.0
 
     def _release_place(self, place: Place, rule: str) -> None:
         partition = self._find(place)

@@ -1,7 +1,8 @@
 """What to release, what to evict, and how hard to brake: pure decisions over facts, for the keeper to carry out.
 
 Released without a caller's word, oldest write first, each rule only if it is set:
-    age               partitions without a write for longer; how a pause of the store counts says ``lifetime``
+    age               partitions without a write for longer; by which clock, and how a pause of the store counts, say
+                      ``lifetime`` and ``tier.bucket_clock``
     partitions kept   all but the newest N of a run
     disk cap          without an object store: the oldest of all until the disk holds CAP_TARGET of the cap; never the
                       newest of a run. With an object store uploaded segments are evicted instead, and nothing is lost.
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from trace_store.errors import InvalidRequest
-from trace_store.lifetime import Pause, age
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -86,12 +86,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class PartitionFacts(Generic[Key]):
-    """A partition as retention sees it: times in seconds on one clock, bytes on the local disk."""
+    """A partition as retention sees it: last write in seconds on one clock, how long that is ago, bytes on the disk."""
 
     key: Key
     run: str
     written_at: float
     disk_bytes: int
+    idle_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,8 @@ class SegmentFacts(Generic[Key]):
 def to_release(
     limits: Limits,
     partitions: Sequence[PartitionFacts[Key]],
-    now: float,
     *,
     evictable: bool,
-    pauses: Sequence[Pause] = (),
 ) -> list[tuple[Key, str]]:
     """Partitions to release and the rule that says so (``age``, ``count`` or ``cap``), oldest first.
 
@@ -125,7 +124,7 @@ def to_release(
             newest.add(facts.key)
         if limits.partitions_kept is not None and rank > limits.partitions_kept:
             reasons[facts.key] = "count"
-        elif limits.age_s is not None and age(facts.written_at, now, pauses, limits.age_s) > limits.age_s:
+        elif limits.age_s is not None and facts.idle_s > limits.age_s:
             reasons[facts.key] = "age"
     cap = limits.disk_bytes_max
     held = sum(facts.disk_bytes for facts in partitions if facts.key not in reasons)

@@ -19,46 +19,46 @@ MIB = 1 << 20
 NO_MARKS = {"free_min": 0, "free_low": 0}
 
 
-def partitions(*rows: tuple[str, str, float, int]) -> list[PartitionFacts[str]]:
-    return [PartitionFacts(key, run, written, size) for key, run, written, size in rows]
+def partitions(*rows: tuple[str, str, float, int], now: float = 1000.0) -> list[PartitionFacts[str]]:
+    return [PartitionFacts(key, run, written, size, now - written) for key, run, written, size in rows]
 
 
 def test_without_rules_nothing_goes() -> None:
     facts = partitions(("a", "r", 0.0, 1 << 40), ("b", "r", 1.0, 1 << 40))
-    assert to_release(Limits(), facts, now=1e12, evictable=False) == []
+    assert to_release(Limits(), facts, evictable=False) == []
 
 
 def test_age_counts_from_the_last_write() -> None:
     facts = partitions(("new", "r", 950.0, 1), ("old", "r", 100.0, 1), ("older", "r", 50.0, 1))
-    assert to_release(Limits(age_s=600), facts, now=1000.0, evictable=True) == [("older", "age"), ("old", "age")]
-    assert to_release(Limits(age_s=900), facts, now=1000.0, evictable=True) == [("older", "age")]
-    assert to_release(Limits(age_s=950), facts, now=1000.0, evictable=True) == []
+    assert to_release(Limits(age_s=600), facts, evictable=True) == [("older", "age"), ("old", "age")]
+    assert to_release(Limits(age_s=900), facts, evictable=True) == [("older", "age")]
+    assert to_release(Limits(age_s=950), facts, evictable=True) == []
 
 
 def test_the_newest_partitions_of_each_run_are_kept() -> None:
     facts = partitions(("a1", "a", 1, 1), ("b1", "b", 2, 1), ("a2", "a", 3, 1), ("a3", "a", 4, 1))
-    assert to_release(Limits(partitions_kept=2), facts, 10.0, evictable=False) == [("a1", "count")]
-    assert to_release(Limits(partitions_kept=1), facts, 10.0, evictable=False) == [("a1", "count"), ("a2", "count")]
+    assert to_release(Limits(partitions_kept=2), facts, evictable=False) == [("a1", "count")]
+    assert to_release(Limits(partitions_kept=1), facts, evictable=False) == [("a1", "count"), ("a2", "count")]
 
 
 def test_over_the_cap_the_oldest_go_until_there_is_room() -> None:
     limits = Limits(disk_bytes_max=100 * MIB)
     facts = partitions(*((f"p{i}", "r", float(i), 10 * MIB) for i in range(10)))
-    assert to_release(limits, facts, 20.0, evictable=False) == [("p0", "cap"), ("p1", "cap")]
-    assert to_release(limits, facts[:9], 20.0, evictable=False) == []  # 90 %: not over the start
-    assert to_release(limits, facts, 20.0, evictable=True) == []  # eviction keeps the cap
+    assert to_release(limits, facts, evictable=False) == [("p0", "cap"), ("p1", "cap")]
+    assert to_release(limits, facts[:9], evictable=False) == []  # 90 %: not over the start
+    assert to_release(limits, facts, evictable=True) == []  # eviction keeps the cap
 
 
 def test_the_cap_never_takes_the_newest_partition_of_a_run() -> None:
     limits = Limits(disk_bytes_max=20 * MIB)
     facts = partitions(("idle", "a", 1.0, 5 * MIB), ("old", "b", 2.0, 5 * MIB), ("current", "b", 3.0, 90 * MIB))
-    assert to_release(limits, facts, 20.0, evictable=False) == [("old", "cap")]
+    assert to_release(limits, facts, evictable=False) == [("old", "cap")]
 
 
 def test_the_cap_counts_what_other_rules_already_release() -> None:
     limits = Limits(disk_bytes_max=100 * MIB, partitions_kept=2)
     facts = partitions(("a", "r", 1.0, 50 * MIB), ("b", "r", 2.0, 40 * MIB), ("c", "r", 3.0, 40 * MIB))
-    assert to_release(limits, facts, 20.0, evictable=False) == [("a", "count")]
+    assert to_release(limits, facts, evictable=False) == [("a", "count")]
 
 
 def test_eviction_takes_the_least_recently_read() -> None:

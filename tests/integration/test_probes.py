@@ -10,17 +10,26 @@ HTTP, medians 3 and 10 ms. At a load of 9 the idle server took up to 107 ms, our
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.integration.bulk import GatedServer
+from trace_store import Site, wire
+from trace_store.checksum import record_checksum, trajectory_seed
+from trace_store.chunk import RecordGroup
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 PROBE_S = 0.1
 LOAD_S = 8.0
@@ -124,3 +133,36 @@ def test_every_probe_is_answered_in_time_while_bulk_runs(
         assert len(took[name]) > 20
         assert max(took[name]) < PROBE_S + 2 * max(took["idle"]), (name, sorted(took[name])[-5:], max(took["idle"]))
         assert sorted(took[name])[len(took[name]) // 2] < PROBE_S / 2, name
+
+
+@pytest.mark.parametrize(("count", "on_loop"), [(2, True), (2_000, False)])
+def test_a_message_of_many_small_records_does_not_hold_up_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, on_loop: bool
+) -> None:
+    loop_used: list[bool] = []
+    take_apart = wire.chunk_from_wire
+
+    def spy(*arguments: Any) -> Any:
+        loop_used.append(asyncio._get_running_loop() is not None)
+        return take_apart(*arguments)
+
+    monkeypatch.setattr(wire, "chunk_from_wire", spy)
+    codes, scales, tensor = b"\x01\x02", b"\x38", b"\x00\x00\x00\x3f"
+    groups = []
+    for number in range(count):
+        seed = trajectory_seed("r", "p", f"t{number}")
+        checksum = record_checksum(seed, 0, 0, 0, 0, 1, codes, scales, tensor)
+        groups.append(RecordGroup(f"t{number}", 0, 0, 0, 1, (0,), (False,), (checksum,)))
+    requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+    requests.put(wire.append_open_frame("r", "p", "written"))
+    requests.put(wire.append_frame(1, tuple(groups), (codes * count, scales * count, tensor * count)))
+    server = GatedServer(tmp_path, monkeypatch)
+    server.engine.register("r", [Site(0, "k", 16)])
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(f"/{wire.SERVICE}/Append")(iter(requests.get, None), timeout=30)
+        answers = [service_pb2.AppendResponse.FromString(next(call)) for _ in range(2)]
+        requests.put(None)
+        assert not list(call)
+    server.close()
+    assert answers[1].stored == count, answers[1].error
+    assert loop_used == [on_loop]

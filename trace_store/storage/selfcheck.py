@@ -25,9 +25,10 @@ IDENTITY_KEY = "trace-store-identity.json"
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a backend was seen to do."""
+    """What a backend was seen to do, and the time that it gave to an object a moment ago, in seconds since 1970."""
 
     create_once: bool
+    time: float = 0.0
 
 
 def check_backend(store: ObjectStore) -> Capabilities:
@@ -39,7 +40,7 @@ def check_backend(store: ObjectStore) -> Capabilities:
     """
     key = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
     try:
-        create_once = _try_everything(store, key)
+        capabilities = _try_everything(store, key)
     except (StorageFailed, Unsupported):
         with contextlib.suppress(StorageFailed):
             store.delete([key])
@@ -47,11 +48,11 @@ def check_backend(store: ObjectStore) -> Capabilities:
     store.delete([key])
     if store.head(key) is not None:
         raise Unsupported(f"the object store keeps what was deleted, store={store.url}")
-    return Capabilities(create_once)
+    return capabilities
 
 
-def _try_everything(store: ObjectStore, key: str) -> bool:
-    """Whether the backend creates once; raises for what is needed."""
+def _try_everything(store: ObjectStore, key: str) -> Capabilities:
+    """What the backend does; raises for what is needed."""
     content = secrets.token_bytes(PROBE_BYTES)
     store.put(key, content)
     try:
@@ -61,9 +62,10 @@ def _try_everything(store: ObjectStore, key: str) -> bool:
     except ObjectExists:
         create_once = True
     _check_ranges(store, key, content)
-    if [item.size for item in store.listing(PROBE_PREFIX) if item.key == key] != [PROBE_BYTES]:
+    listed = [item for item in store.listing(PROBE_PREFIX) if item.key == key]
+    if [item.size for item in listed] != [PROBE_BYTES]:
         raise Unsupported(f"the object store does not list what was put, store={store.url}")
-    return create_once
+    return Capabilities(create_once, listed[0].modified)
 
 
 def bucket_identity(store: ObjectStore) -> str:

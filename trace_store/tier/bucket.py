@@ -10,17 +10,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from trace_store.storage.s3 import ObjectInfo, ObjectStore
+from trace_store.tier.bucket_clock import BucketClock
 from trace_store.tier.layout import RUNS, Place, object_key, parse_key, place_prefix
 
 
 class BucketView:
     """Known objects of a store. Thread-safe; no method but the refreshing ones makes requests."""
 
-    def __init__(self, store: ObjectStore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: ObjectStore, bucket_clock: BucketClock, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.store = store
-        self._clock = clock
+        self._bucket_clock, self._clock = bucket_clock, clock
+        self._listed_all_at = 0.0
         self._lock = threading.Lock()
         self._objects: dict[Place, dict[str, ObjectInfo]] = {}
         self._hidden: dict[Place, set[str]] = {}
@@ -31,8 +36,9 @@ class BucketView:
 
     def refresh(self) -> None:
         """List everything. Raises StorageFailed; the view is unchanged then."""
-        started = self._clock()
+        started, began = self._clock(), self._bucket_clock.now()
         self._replace(None, self.store.listing(RUNS), started)
+        self._listed_all_at = began
 
     def refresh_place(self, place: Place, younger_s: float) -> bool:
         """List one place, unless that was done less than ``younger_s`` ago. Whether it was. Raises StorageFailed."""
@@ -53,6 +59,8 @@ class BucketView:
             for place, names in self._hidden.items():
                 for name in names.intersection(found.get(place, {})):
                     del found[place][name]
+            for place, objects in found.items():
+                self._date(objects, self._objects.get(place, {}))
             found = {place: objects for place, objects in found.items() if objects}
             # What was uploaded while the listing ran may not be in it.
             for (place, name), added in self._added_at.items():
@@ -71,8 +79,19 @@ class BucketView:
             else:
                 self._objects.pop(only, None)
 
-    def add(self, place: Place, name: str, size: int, modified: float) -> None:
+    def _date(self, objects: dict[str, ObjectInfo], known: dict[str, ObjectInfo]) -> None:
+        """What is new was written after the listing before and is not from the future, whatever the store's clock did
+        meanwhile: a clock that was set back must not make it old."""
+        now = self._bucket_clock.now()
+        for name, info in objects.items():
+            old = known.get(name)
+            modified = old.modified if old is not None else min(max(info.modified, self._listed_all_at), now)
+            if modified != info.modified:
+                objects[name] = replace(info, modified=modified)
+
+    def add(self, place: Place, name: str, size: int) -> None:
         """An object was uploaded."""
+        modified = self._bucket_clock.now()
         with self._lock:
             if name in self._hidden.get(place, ()):
                 return  # its upload was under way when it was released
@@ -106,7 +125,7 @@ class BucketView:
             return dict(self._objects.get(place, {}))
 
     def written_at(self) -> dict[Place, float]:
-        """Places that hold segments and when they last got one, in seconds since 1970 on the store's clock."""
+        """Places that hold segments and when they last got one, by ``BucketClock``."""
         with self._lock:
             return {place: self._written_at[place] for place in self._objects if place[1]}
 

@@ -24,6 +24,7 @@ log = logging.getLogger("trace_store.tier")
 UPLOADED_MODE = 0o440
 PLAIN_MODE = 0o640
 IDENTITY_FILE = "bucket"
+BUCKET_CLOCK_FILE = "bucket-clock"
 
 
 def mark_uploaded(path: Path) -> None:
@@ -54,6 +55,7 @@ class BucketIdentity:
             return
         if known:
             log.warning("the data directory was used with another bucket, everything is uploaded to this one")
+        (root / BUCKET_CLOCK_FILE).unlink(missing_ok=True)
         # Marks of the other bucket must go first: a marked file without an object counts as released.
         for segment in root.glob(f"runs/*/*/*{SEALED_SUFFIX}"):
             if is_marked(segment):

@@ -30,6 +30,7 @@ from trace_store.segment.schema import SEALED_SUFFIX
 from trace_store.storage.s3 import ObjectSource, ObjectStore
 from trace_store.storage.selfcheck import Capabilities, check_backend
 from trace_store.tier.bucket import BucketView
+from trace_store.tier.bucket_clock import BucketClock
 from trace_store.tier.cache import LocalCache
 from trace_store.tier.follower import Follower
 from trace_store.tier.joining import Joining
@@ -102,7 +103,8 @@ class ObjectTier:
         """
         self._volume, self._store, self._clock = volume, store, clock
         self.capabilities = Capabilities(create_once=False)
-        self.view = BucketView(store, clock)
+        self.bucket_clock = BucketClock(volume, clock)
+        self.view = BucketView(store, self.bucket_clock, clock)
         self.loader = Loader(volume, self.view)
         self.cache = LocalCache(volume, store)
         self.read_pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="trace-store-ahead")
@@ -135,6 +137,7 @@ class ObjectTier:
     def _enter(self, capabilities: Capabilities) -> None:
         """Compare bucket and disk, which may be in use already. Raises StorageFailed."""
         identity = BucketIdentity(self._volume.root, self._store)
+        self.bucket_clock.learn(capabilities.time)
         self.view.refresh()
         self.capabilities = capabilities
         self._uploader.create_once = capabilities.create_once
@@ -250,7 +253,7 @@ class ObjectTier:
         self._queued.add(path)
 
         def arrived(upload: Upload) -> None:
-            self.view.add(place, path.name, upload.size, time.time())
+            self.view.add(place, path.name, upload.size)
             done(upload)
             self._queued.discard(path)
 

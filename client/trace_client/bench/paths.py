@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path as FilePath
 
 import trace_client
@@ -17,6 +18,7 @@ from trace_client.microbatch import Buffers
 from trace_store.naming import directory_name
 
 START_TIMEOUT_S = 60.0
+DELETE_TIMEOUT_S = 10.0
 
 SEAL_TIMEOUT_S = 60.0
 """Segments are sealed after 30 s without a row."""
@@ -43,6 +45,16 @@ class ServerProcess:
         self.address, self.pid = ready.read_text().split("\n")[0], self._process.pid
         self.data = directory / "data"
 
+    def files(self) -> int:
+        """Files in the data directory."""
+        return sum(len(names) for _, _, names in os.walk(self.data))
+
+    def wait_deleted(self, files: int) -> None:
+        """Wait until no more files are left than ``files``: deleting what was released goes on in the background."""
+        limit = time.monotonic() + DELETE_TIMEOUT_S
+        while self.files() > files and time.monotonic() < limit:
+            time.sleep(0.01)
+
     def close(self) -> None:
         self._process.terminate()
         self._process.wait()
@@ -63,20 +75,25 @@ class Append:
         self._writer = self._client.writer(RUN, self.name, durability)
 
     def run(self, turn: int) -> Sample:
-        _wait_idle(self._client)
-        sample = timed(self._load.size, lambda: self._append(turn), self._server.pid)
-        _wait_idle(self._client)
-        self._client.release(RUN, self.name)
+        # Once before it is timed, as LocalWrite does, and for its reason.
+        files = self._server.files()
+        for warm in (True, False):
+            name = f"{turn} warm" if warm else str(turn)
+            _wait_idle(self._client)
+            sample = timed(self._load.size, partial(self._append, name), self._server.pid)
+            _wait_idle(self._client)
+            self._client.release(RUN, self.name)
+            self._server.wait_deleted(files)
         return sample
 
     def close(self) -> None:
         self._client.close()
 
-    def _append(self, turn: int) -> None:
+    def _append(self, name: str) -> None:
         load, numbers = self._load, itertools.count()
         for trajectory in range(load.trajectories):
             for position in range(load.appends):
-                self._writer.append(f"{turn}/{trajectory}", position * load.tokens, self._pool[next(numbers)])
+                self._writer.append(f"{name}/{trajectory}", position * load.tokens, self._pool[next(numbers)])
         self._writer.flush()
 
 
