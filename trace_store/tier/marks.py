@@ -13,7 +13,6 @@ import logging
 import os
 from pathlib import Path
 
-from trace_store.errors import TraceStoreError
 from trace_store.segment.schema import SEALED_SUFFIX
 from trace_store.segment.writer import sync_directory
 from trace_store.storage.s3 import ObjectStore
@@ -47,7 +46,7 @@ class BucketIdentity:
     """Which bucket this is. Raises StorageFailed when it cannot be asked at start."""
 
     def __init__(self, root: Path, store: ObjectStore) -> None:
-        self._store = store
+        self._root, self._store = root, store
         self._identity = bucket_identity(store)
         path = root / IDENTITY_FILE
         known = path.read_text(encoding="utf-8").strip() if path.exists() else ""
@@ -55,6 +54,23 @@ class BucketIdentity:
             return
         if known:
             log.warning("the data directory was used with another bucket, everything is uploaded to this one")
+        self._remember()
+
+    def is_same(self) -> bool:
+        """Whether the bucket is still the one that it was, and not an emptied one or another of its name.
+
+        Raises:
+            StorageFailed: it cannot be asked.
+        """
+        return bucket_identity(self._store) == self._identity
+
+    def adopt(self) -> None:
+        """From now on the bucket that is there is the one; no file counts as uploaded to it. Raises StorageFailed."""
+        self._identity = bucket_identity(self._store)
+        self._remember()
+
+    def _remember(self) -> None:
+        root, path = self._root, self._root / IDENTITY_FILE
         (root / BUCKET_CLOCK_FILE).unlink(missing_ok=True)
         # Marks of the other bucket must go first: a marked file without an object counts as released.
         for segment in root.glob(f"runs/*/*/*{SEALED_SUFFIX}"):
@@ -64,11 +80,3 @@ class BucketIdentity:
         partial.write_text(f"{self._identity}\n", encoding="utf-8")
         partial.replace(path)
         sync_directory(root)
-
-    def unchanged(self) -> bool:
-        """Whether the bucket is still the one that it was at start, and not an emptied one or another of its name."""
-        try:
-            return bucket_identity(self._store) == self._identity
-        except TraceStoreError as error:
-            log.warning("the bucket cannot be identified: %s", error)
-            return False

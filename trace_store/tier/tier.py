@@ -32,6 +32,7 @@ from trace_store.storage.selfcheck import Capabilities, check_backend
 from trace_store.tier.bucket import BucketView
 from trace_store.tier.bucket_clock import BucketClock
 from trace_store.tier.cache import LocalCache
+from trace_store.tier.eviction import Evictor
 from trace_store.tier.follower import Follower
 from trace_store.tier.joining import Joining
 from trace_store.tier.layout import Place, object_key, partition_place, place_of
@@ -107,13 +108,13 @@ class ObjectTier:
         self.view = BucketView(store, self.bucket_clock, clock)
         self.loader = Loader(volume, self.view)
         self.cache = LocalCache(volume, store)
+        self.evictor = Evictor(volume, store)
         self.read_pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="trace-store-ahead")
         self._uploader = Uploader(store, self.capabilities.create_once, clock)
         self._releases = Releases(volume, store, self.view, self._uploader)
         self._follower: Follower | None = None
         self._queued: set[Path] = set()
         self._released_meanwhile: list[tuple[Place, Path, list[str], int]] = []
-        self._evicted = self._evicted_bytes = 0
         self._unreachable = ""
         self._stop = threading.Event()
         volume.objects = self
@@ -168,6 +169,7 @@ class ObjectTier:
     def _shut_down(self) -> None:
         self._uploader.close()
         self.loader.close()
+        self.evictor.close()
         self.cache.close()
         self.read_pool.shutdown(wait=True, cancel_futures=True)
 
@@ -191,8 +193,8 @@ class ObjectTier:
             remote_segments=remote,
             cached=self.cache.fetched,
             cached_bytes=self.cache.fetched_bytes,
-            evicted=self._evicted,
-            evicted_bytes=self._evicted_bytes,
+            evicted=self.evictor.evicted,
+            evicted_bytes=self.evictor.evicted_bytes,
             vanished=self._follower.vanished if self._follower is not None else 0,
             joined=self.joined,
         )
@@ -341,20 +343,17 @@ class ObjectTier:
             self._joining.try_again()
         if self._follower is not None and self.joined:
             self._unreachable = self._follower.follow()
+            if not self._unreachable:
+                self.evictor.reconsider()
 
     # -- eviction
 
     def evict(self, segment: Segment) -> int:
-        """Remove the local file of an uploaded segment. Returns the bytes freed; 0 if it may not be evicted now."""
-        with self._volume.lock:
-            if not (segment.local and segment.uploaded and self.joined):
-                return 0
-            freed, segment.local, segment.object_bytes = segment.disk_bytes, False, segment.disk_bytes
-            segment.disk_bytes = 0
-            self._evicted += 1
-            self._evicted_bytes += freed
-        self._volume.deleter.submit(segment.path.name, lambda: segment.path.unlink(missing_ok=True), freed)
-        return freed
+        """Remove the local file of a segment that the bucket says it holds. Returns the bytes freed; 0 if it stays."""
+        return self.evictor.evict(segment) if self.joined else 0
+
+    def drop_local(self, segment: Segment) -> int:
+        return self.evictor.drop_local(segment) if self.joined else 0
 
 
 def _strip(directory: Path) -> None:
