@@ -244,7 +244,8 @@ class ObjectTier:
             if segment.path.suffix != SEALED_SUFFIX:
                 return  # a later one must not pass it
             if segment.path not in self._queued:
-                self._queue(partition_place(partition), segment.path, segment.disk_bytes, self._uploaded(segment))
+                size, lost = segment.disk_bytes, self._lost(partition, segment)
+                self._queue(partition_place(partition), segment.path, size, self._uploaded(segment), lost)
 
     def _queue_manifests(self, run: Run) -> None:
         place = (run.directory.name, "")
@@ -252,9 +253,11 @@ class ObjectTier:
             return
         for path in run.directory.glob(f"{MANIFEST_PREFIX}*{SEALED_SUFFIX}"):
             if path not in self._queued:
-                self._queue(place, path, path.stat().st_size, lambda upload: None)
+                self._queue(place, path, path.stat().st_size, lambda upload: None, lambda upload: None)
 
-    def _queue(self, place: Place, path: Path, size: int, done: Callable[[Upload], None]) -> None:
+    def _queue(
+        self, place: Place, path: Path, size: int, done: Callable[[Upload], None], lost: Callable[[Upload], None]
+    ) -> None:
         self._queued.add(path)
 
         def arrived(upload: Upload) -> None:
@@ -262,7 +265,11 @@ class ObjectTier:
             done(upload)
             self._queued.discard(path)
 
-        self._uploader.add(Upload(place, object_key(place, path.name), path, self._clock(), arrived, size))
+        def vanished(upload: Upload) -> None:
+            lost(upload)
+            self._queued.discard(path)
+
+        self._uploader.add(Upload(place, object_key(place, path.name), path, self._clock(), arrived, vanished, size))
 
     def _uploaded(self, segment: Segment) -> Callable[[Upload], None]:
         def done(upload: Upload) -> None:
@@ -271,6 +278,18 @@ class ObjectTier:
             mark_uploaded(segment.path)
 
         return done
+
+    def _lost(self, partition: Partition, segment: Segment) -> Callable[[Upload], None]:
+        """Take a segment whose file somebody removed out of the catalog: its rows are lost, as after a restart."""
+
+        def lost(upload: Upload) -> None:
+            with self._volume.lock:
+                if self._volume.is_released(partition) or segment.path != upload.path or upload.path.exists():
+                    return
+                if partition.segments.pop(segment.number, None) is not None:
+                    partition.rebuild()
+
+        return lost
 
     # -- reads
 
