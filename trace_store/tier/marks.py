@@ -3,8 +3,12 @@
     ROOT/bucket        identity of the bucket
     file mode 0440     the segment was uploaded to it
 
-Both are hints that are checked with the bucket before anything follows from them: a lost one costs a comparison. A
-file that is marked and whose object is gone was released by another server.
+Both are checked with the bucket before anything follows from them. A file that is marked and whose object is gone was
+released by another server. A file without a mark and without an object is uploaded: either it never was, or it was and
+the server was killed between the put and the mark (or never heard the put's answer), and another server released it
+meanwhile. Nobody can tell these apart, and nothing may be lost: then the released rows are back, for all servers, until
+they are released again. That takes a kill within the milliseconds in between, as a mark is synced before its upload
+counts as done.
 """
 
 from __future__ import annotations
@@ -27,9 +31,16 @@ BUCKET_CLOCK_FILE = "bucket-clock"
 
 
 def mark_uploaded(path: Path) -> None:
-    """Note on a file that the bucket has it."""
+    """Note on a file that the bucket has it, so that a power cut does not forget it. Waits for the disk."""
+    if is_marked(path):
+        return
     try:
-        os.chmod(path, UPLOADED_MODE)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fchmod(descriptor, UPLOADED_MODE)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         log.debug("cannot mark a segment as uploaded, segment=%s cause=%s", path.name, error)
 

@@ -273,9 +273,9 @@ class ObjectTier:
 
     def _uploaded(self, segment: Segment) -> Callable[[Upload], None]:
         def done(upload: Upload) -> None:
+            mark_uploaded(segment.path)
             with self._volume.lock:
                 segment.uploaded, segment.object_bytes = True, upload.size
-            mark_uploaded(segment.path)
 
         return done
 

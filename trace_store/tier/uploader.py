@@ -45,7 +45,8 @@ class SegmentVanished(StorageFailed):
 
 @dataclass(eq=False)
 class Upload:
-    """One segment on its way. A worker's thread calls ``on_done`` once the object is there, ``on_lost`` if it never will."""
+    """One segment on its way. A worker's thread calls ``on_done`` once the object is there, ``on_lost`` if the file is
+    gone."""
 
     place: Place
     key: str
