@@ -53,7 +53,8 @@ def decode_all(message: bytes) -> list[tuple[bytes, memoryview]]:
     Raises:
         InvalidRequest: the message is not made of frames; names what differs.
     """
-    view, frames, end = memoryview(message), [], 0
+    view, end = memoryview(message), 0
+    frames: list[tuple[bytes, memoryview]] = []
     while end < len(view) or not frames:
         header, payload, end = _decode_one(view, end)
         frames.append((header, payload))

@@ -99,7 +99,7 @@ class Keeper:
         for place, rule in wanted:
             if place not in self._under_way:
                 self._release_place(place, rule)
-        if self._tier is not None:
+        if self._tier is not None and self._tier.joined:
             self._evict(self._tier, evictable, used)
 
     def _save(self) -> None:
@@ -127,7 +127,7 @@ class Keeper:
                     if fact is not None:
                         facts[fact.key] = fact
                     for segment in partition.segments.values():
-                        if segment.local and segment.uploaded:
+                        if self._tier is not None and self._tier.evictor.may_go(segment):
                             segments.append(SegmentFacts(segment.number, segment.read_at, segment.disk_bytes))
                             self._segments[segment.number] = segment
         return list(facts.values()), segments, used
@@ -184,5 +184,4 @@ class Keeper:
             return
         free, size = disk.f_bavail * disk.f_frsize, disk.f_blocks * disk.f_frsize
         for number in to_evict(self._limits, used, free, size, evictable):
-            used -= tier.evict(self._segments[number])
-        self._gate.observe(used + self._volume.deleter.pending_bytes)
+            tier.evictor.evict_soon(self._segments[number])

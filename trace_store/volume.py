@@ -234,7 +234,7 @@ class Volume:
                 keep_copy(segment.path, self.root, "rows do not match their checksums; the uploaded copy is used")
             except OSError as error:
                 log.error("a damaged segment cannot be kept, segment=%s cause=%s", segment.path.name, error.strerror)
-            self.objects.evict(segment)
+            self.objects.drop_local(segment)
 
     def segment_names(self, run_directory: str, partition_directory: str) -> set[str]:
         """File names of the segments that the catalog has of a place. Wants the lock held."""

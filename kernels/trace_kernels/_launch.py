@@ -36,7 +36,7 @@ class Divisor(ctypes.Structure):
         return cls(divisor, ((1 << (31 + shift)) + divisor - 1) // divisor, shift - 1)
 
 
-class _Stream:
+class Stream:
     """A stream by its pointer, as CuPy's launcher reads it. CuPy's own wrapper costs more and is deprecated."""
 
     def __init__(self, pointer: int) -> None:
@@ -91,4 +91,4 @@ def launch(
     # CuPy copies the argument during the call, so the structure may die afterwards.
     argument = np.frombuffer(bytes(parameters), dtype=f"V{ctypes.sizeof(parameters)}")
     with cupy.cuda.Device(device):
-        kernel(grid, (threads,), (argument,), stream=None if stream is None else _Stream(stream))
+        kernel(grid, (threads,), (argument,), stream=None if stream is None else Stream(stream))

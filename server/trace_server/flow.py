@@ -7,6 +7,7 @@ takes the next message, so that gRPC's flow control stops the sender.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from trace_store.shard import QUEUE_BYTES_MAX
 
@@ -19,22 +20,27 @@ class ByteBudget:
 
     def __init__(self, bytes_max: int = QUEUE_BYTES_MAX) -> None:
         self._free = self._bytes_max = bytes_max
-        self._changed = asyncio.Condition()
+        self._room = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        self._returned: deque[int] = deque()
+        self._waking = False
 
     async def take(self, count: int) -> None:
         """Wait until ``count`` bytes are free; a single message larger than all of it waits for an idle queue."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._free >= min(count, self._bytes_max))
-            self._free -= count
+        while self._free < min(count, self._bytes_max):
+            self._room.clear()
+            await self._room.wait()
+        self._free -= count
 
     def give_back(self, count: int) -> None:
-        self._loop.call_soon_threadsafe(self._return, count)
+        self._returned.append(count)
+        # What is there before the flag is looked at is taken by the call that it stands for.
+        if not self._waking:
+            self._waking = True
+            self._loop.call_soon_threadsafe(self._collect)
 
-    def _return(self, count: int) -> None:
-        self._free += count
-        self._loop.create_task(self._notify())
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _collect(self) -> None:
+        self._waking = False
+        while self._returned:
+            self._free += self._returned.popleft()
+        self._room.set()

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trace_kernels import _module, discrepancy, guided_round, quantize, torch_op
+from trace_kernels import _launch, _module, discrepancy, guided_round, quantize, torch_op
 from trace_kernels.pack import PackSite, pack_sites
 from trace_store.codebook import FORMATS
 
@@ -269,13 +269,12 @@ def bare_gather(
 ) -> Callable[[], object]:
     """What pack reads and writes, and nothing else: the limit of a gather of 512 and 64 bytes in this order."""
     cupy = _module.cupy()
-    kernel = cupy.RawKernel(_BARE_GATHER, "gather", options=("-std=c++14",))
+    kernel = cupy.RawModule(code=_BARE_GATHER, options=("-std=c++14",)).get_function("gather").kernel
     chunks = slots.numel() * 32
     arguments = tuple(tensor.data_ptr() for tensor in (pool, held, slots, planes, out))
 
     def call() -> None:
-        with cupy.cuda.ExternalStream(stream()):
-            kernel((-(-chunks // 256),), (128,), (*arguments, np.uint32(chunks)))
+        kernel((-(-chunks // 256),), (128,), (*arguments, np.uint32(chunks)), stream=_launch.Stream(stream()))
 
     return call
 

@@ -14,6 +14,7 @@ from tests.tier.test_reading import segment_keys
 from tests.tier.test_upload import refuse_all
 from trace_store.storage.s3 import ObjectInfo, ObjectStore
 from trace_store.storage.selfcheck import IDENTITY_KEY
+from trace_store.tier.marks import UPLOADED_MODE
 
 Make = Callable[..., Sidecar]
 
@@ -283,3 +284,39 @@ def test_what_a_listing_leaves_out_is_asked_for_by_name_before_it_counts_as_rele
         first.engine.close()
         assert sidecar("a").reasons("t") == set()  # at a start too
     assert len(segment_keys(store)) == 1
+
+
+def test_a_mark_is_on_the_disk_before_its_upload_counts(sidecar: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, fsync = sidecar("a"), os.fsync
+    synced: list[bool] = []
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        if os.fstat(descriptor).st_mode & 0o777 == UPLOADED_MODE:
+            (segment,) = first.engine.snapshot_runs()[0].partitions[PARTITION].segments.values()
+            synced.append(segment.uploaded)
+
+    first.write("t")
+    monkeypatch.setattr(os, "fsync", noted)
+    first.upload()
+    assert synced == [False]
+
+
+def test_a_segment_whose_mark_was_lost_is_uploaded_again_rather_than_lost_and_can_be_released_again(
+    sidecar: Make, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can tell a put whose mark a kill prevented from one that never was: ``marks`` says which way it errs."""
+    first, second = sidecar("a"), sidecar("b")
+    with monkeypatch.context() as patch:
+        patch.setattr("trace_store.tier.tier.mark_uploaded", lambda path: None)
+        first.write("t")
+        first.upload()
+        first.engine.close()
+    assert release(second) == 1
+    assert second.engine._volume.deleter.drain(10)
+    again = sidecar("a")
+    again.upload()
+    assert again.reasons("t") == set()
+    assert release(again) == 1
+    assert again.engine._volume.deleter.drain(10)
+    assert segment_keys(store) == []

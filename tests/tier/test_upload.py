@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.tier.conftest import RUN, S3Server, Sidecar, eventually
+from tests.tier.conftest import PARTITION, RUN, TABLE, S3Server, Sidecar, eventually
 from tests.tier.proxy import Proxy
 from tests.tier.test_reading import segment_keys
 from trace_store.storage.s3 import ObjectStore
+from trace_store.testing.records import make_chunk
 
 Make = Callable[..., Sidecar]
 
@@ -245,3 +246,55 @@ def test_a_sealed_segment_waits_for_an_earlier_one_that_could_not_be_sealed(
     second = sidecar("b")
     assert second.read("t") == first.read("t")
     assert second.reasons("u") == set()
+
+
+@pytest.mark.parametrize("gone", ["first", "only"])
+def test_a_segment_that_somebody_removed_holds_up_no_later_one(
+    gone: str, sidecar: Make, store: ObjectStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = sidecar("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put", refuse_all)
+        first.write("t", seal=False)
+        first.engine.roll().result(30)
+        (path,) = local_segments(first)
+        if gone == "first":
+            chunk = make_chunk(RUN, PARTITION, TABLE, "t", 40, 60)
+            first.engine.append(RUN, PARTITION, chunk).result(30)
+            first.engine.seal(RUN, PARTITION, "t", tokens=61, prompt_tokens=0).result(30)
+            first.engine.roll().result(30)
+        path.unlink()
+    first.write("u")
+    first.upload()
+    status = first.tier.status()
+    assert (status.waiting, status.stuck, status.error, len(segment_keys(store))) == (0, 0, "", 1 + (gone == "first"))
+    assert first.reasons("u") == set()
+    assert [line.levelname for line in caplog.records if "is lost" in line.message] == ["ERROR"]
+    if gone == "first":
+        slices, reasons = first.read("t", 60)
+        assert (len(slices), reasons) == (len(TABLE), {"DATA_LOSS"})  # the second half is there and good
+        first.engine.append(RUN, PARTITION, make_chunk(RUN, PARTITION, TABLE, "t", 0, 40)).result(30)
+        assert first.reasons("t", 60) == set()
+    else:
+        first.write("t")  # all of it may be written anew
+        assert first.reasons("t") == set()
+    first.upload()
+    assert sidecar("b").reasons("t", 60 if gone == "first" else 40) == set()
+
+
+def test_a_directory_that_is_away_is_no_loss(
+    sidecar: Make, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = sidecar("a")
+    first.write("t")
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "put", refuse_all)
+        first.engine.roll().result(30)
+        (path,) = local_segments(first)
+        path.parent.rename(path.parent.parent / "away")
+    first.tier.tick()
+    eventually(lambda: first.tier.status().upload_failures > 2, "repeated tries")
+    (path.parent.parent / "away").rename(path.parent)
+    first.upload()
+    assert first.reasons("t") == set()
+    assert len(segment_keys(store)) == 1

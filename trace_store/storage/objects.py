@@ -21,8 +21,9 @@ class Objects(Protocol):
     def source(self, partition: Partition, segment: Segment) -> Source:
         """A segment of the object store, opened. Wants the lock held; makes no request."""
 
-    def evict(self, segment: Segment) -> int:
-        """Serve an uploaded segment from the store only; bytes of the local file, which is removed soon."""
+    def drop_local(self, segment: Segment) -> int:
+        """Serve a segment from the store only, which has just served it; makes no request. Bytes of the local file,
+        which is removed soon."""
 
     def keys(self, partition: Partition) -> list[str]:
         """Objects of a partition and of its segments on their way there. Wants the lock held; makes no request."""

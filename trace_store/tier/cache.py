@@ -75,13 +75,14 @@ class LocalCache:
             open_content(bytes(content), segment.path.name)
             unfinished.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_bytes(content)
+            # Before it has its name: after a kill in between it would count as never uploaded.
+            mark_uploaded(unfinished)
             with self._volume.lock:
                 if segment.number not in partition.segments or self._volume.is_released(partition):
                     unfinished.unlink()
                     return
                 os.replace(unfinished, segment.path)
                 segment.local, segment.disk_bytes = True, size
-            mark_uploaded(segment.path)
             self.fetched += 1
             self.fetched_bytes += size
         except (TraceStoreError, OSError) as error:

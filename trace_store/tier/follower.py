@@ -4,6 +4,7 @@ object of the same name and size      uploaded
 object of another size                the local copy is damaged and was rewritten: the object counts
 marked, or uploaded before, no object released by another server, once the store says so by name
 neither                               to be uploaded
+the bucket itself is another one      nothing is released: all that it lacks is to be uploaded
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Follower:
     def __init__(self, volume: Volume, view: BucketView, loader: Loader, identity: BucketIdentity) -> None:
         self._volume, self._view, self._loader, self._identity = volume, view, loader, identity
         self.vanished = 0
+        self._replaced = False
+        self._again: set[int] = set()
 
     def compare(self) -> None:
         """At start, after the bucket was listed."""
@@ -55,6 +58,8 @@ class Follower:
                 if partition.segments and self._loader.missing(place):
                     self._loader.load(partition.run, place)
                 self.drop_vanished(partition)
+            if self._replaced:
+                self._settle()
         except StorageFailed as error:
             log.warning("the object store cannot be followed: %s", error)
             return str(error)
@@ -70,10 +75,12 @@ class Follower:
         listed = self._view.objects(place)
         with self._volume.lock:
             doubtful = [s for s in partition.segments.values() if s.uploaded and s.path.name not in listed]
-        if not doubtful or not self._identity.unchanged():
-            return
         gone = [s for s in doubtful if self._view.store.head(object_key(place, s.path.name)) is None]
         if not gone:
+            return
+        # Asked after the objects: a bucket that was emptied before they were asked for has lost its name by now.
+        if not self._identity.is_same():
+            self._upload_again(gone)
             return
         log.info("released by another server, partition=%r segments=%d", partition.name, len(gone))
         with self._volume.lock:
@@ -82,6 +89,35 @@ class Follower:
         for segment in gone:
             if segment.local:
                 _remove(segment.path)
+
+    def _upload_again(self, gone: list[Segment]) -> None:
+        """The bucket was emptied or replaced under us: nothing counts as released, what the disk has is uploaded."""
+        if not self._replaced:
+            log.error("the bucket was emptied or is another one now: what this disk holds of it is uploaded again")
+        self._replaced = True
+        with self._volume.lock:
+            for segment in gone:
+                if segment.local:
+                    segment.uploaded, segment.object_bytes = False, 0
+                    self._again.add(segment.number)
+
+    def _settle(self) -> None:
+        """Take the new bucket for ours once it has all that this disk holds: only then may a lack be a release."""
+        everything = [(p, s) for p in self._partitions() for s in list(p.segments.values())]
+        if any(segment.number in self._again and not segment.uploaded for _, segment in everything):
+            return
+        self._identity.adopt()
+        self._replaced = False
+        self._again.clear()
+        for partition, segment in everything:
+            if segment.path.name in self._view.objects(partition_place(partition)):
+                if segment.local:
+                    mark_uploaded(segment.path)
+            elif segment.uploaded and not segment.local:
+                log.error("a segment is lost with the bucket that alone held it, segment=%s", segment.path.name)
+                with self._volume.lock:
+                    partition.segments.pop(segment.number, None)
+                    partition.rebuild()
 
     def _take_from_bucket(self, partition: Partition, segment: Segment, info: ObjectInfo) -> None:
         try:

@@ -3,8 +3,12 @@
     ROOT/bucket        identity of the bucket
     file mode 0440     the segment was uploaded to it
 
-Both are hints that are checked with the bucket before anything follows from them: a lost one costs a comparison. A
-file that is marked and whose object is gone was released by another server.
+Both are checked with the bucket before anything follows from them. A file that is marked and whose object is gone was
+released by another server. A file without a mark and without an object is uploaded: either it never was, or it was and
+the server was killed between the put and the mark (or never heard the put's answer), and another server released it
+meanwhile. Nobody can tell these apart, and nothing may be lost: then the released rows are back, for all servers, until
+they are released again. That takes a kill within the milliseconds in between, as a mark is synced before its upload
+counts as done.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ import logging
 import os
 from pathlib import Path
 
-from trace_store.errors import TraceStoreError
 from trace_store.segment.schema import SEALED_SUFFIX
 from trace_store.segment.writer import sync_directory
 from trace_store.storage.s3 import ObjectStore
@@ -28,9 +31,16 @@ BUCKET_CLOCK_FILE = "bucket-clock"
 
 
 def mark_uploaded(path: Path) -> None:
-    """Note on a file that the bucket has it."""
+    """Note on a file that the bucket has it, so that a power cut does not forget it. Waits for the disk."""
+    if is_marked(path):
+        return
     try:
-        os.chmod(path, UPLOADED_MODE)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fchmod(descriptor, UPLOADED_MODE)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         log.debug("cannot mark a segment as uploaded, segment=%s cause=%s", path.name, error)
 
@@ -47,7 +57,7 @@ class BucketIdentity:
     """Which bucket this is. Raises StorageFailed when it cannot be asked at start."""
 
     def __init__(self, root: Path, store: ObjectStore) -> None:
-        self._store = store
+        self._root, self._store = root, store
         self._identity = bucket_identity(store)
         path = root / IDENTITY_FILE
         known = path.read_text(encoding="utf-8").strip() if path.exists() else ""
@@ -55,6 +65,23 @@ class BucketIdentity:
             return
         if known:
             log.warning("the data directory was used with another bucket, everything is uploaded to this one")
+        self._remember()
+
+    def is_same(self) -> bool:
+        """Whether the bucket is still the one that it was, and not an emptied one or another of its name.
+
+        Raises:
+            StorageFailed: it cannot be asked.
+        """
+        return bucket_identity(self._store) == self._identity
+
+    def adopt(self) -> None:
+        """From now on the bucket that is there is the one; no file counts as uploaded to it. Raises StorageFailed."""
+        self._identity = bucket_identity(self._store)
+        self._remember()
+
+    def _remember(self) -> None:
+        root, path = self._root, self._root / IDENTITY_FILE
         (root / BUCKET_CLOCK_FILE).unlink(missing_ok=True)
         # Marks of the other bucket must go first: a marked file without an object counts as released.
         for segment in root.glob(f"runs/*/*/*{SEALED_SUFFIX}"):
@@ -64,11 +91,3 @@ class BucketIdentity:
         partial.write_text(f"{self._identity}\n", encoding="utf-8")
         partial.replace(path)
         sync_directory(root)
-
-    def unchanged(self) -> bool:
-        """Whether the bucket is still the one that it was at start, and not an emptied one or another of its name."""
-        try:
-            return bucket_identity(self._store) == self._identity
-        except TraceStoreError as error:
-            log.warning("the bucket cannot be identified: %s", error)
-            return False

@@ -32,6 +32,7 @@ from trace_store.storage.selfcheck import Capabilities, check_backend
 from trace_store.tier.bucket import BucketView
 from trace_store.tier.bucket_clock import BucketClock
 from trace_store.tier.cache import LocalCache
+from trace_store.tier.eviction import Evictor
 from trace_store.tier.follower import Follower
 from trace_store.tier.joining import Joining
 from trace_store.tier.layout import Place, object_key, partition_place, place_of
@@ -107,13 +108,13 @@ class ObjectTier:
         self.view = BucketView(store, self.bucket_clock, clock)
         self.loader = Loader(volume, self.view)
         self.cache = LocalCache(volume, store)
+        self.evictor = Evictor(volume, store)
         self.read_pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="trace-store-ahead")
         self._uploader = Uploader(store, self.capabilities.create_once, clock)
         self._releases = Releases(volume, store, self.view, self._uploader)
         self._follower: Follower | None = None
         self._queued: set[Path] = set()
         self._released_meanwhile: list[tuple[Place, Path, list[str], int]] = []
-        self._evicted = self._evicted_bytes = 0
         self._unreachable = ""
         self._stop = threading.Event()
         volume.objects = self
@@ -168,6 +169,7 @@ class ObjectTier:
     def _shut_down(self) -> None:
         self._uploader.close()
         self.loader.close()
+        self.evictor.close()
         self.cache.close()
         self.read_pool.shutdown(wait=True, cancel_futures=True)
 
@@ -191,8 +193,8 @@ class ObjectTier:
             remote_segments=remote,
             cached=self.cache.fetched,
             cached_bytes=self.cache.fetched_bytes,
-            evicted=self._evicted,
-            evicted_bytes=self._evicted_bytes,
+            evicted=self.evictor.evicted,
+            evicted_bytes=self.evictor.evicted_bytes,
             vanished=self._follower.vanished if self._follower is not None else 0,
             joined=self.joined,
         )
@@ -239,7 +241,8 @@ class ObjectTier:
             if segment.path.suffix != SEALED_SUFFIX:
                 return  # a later one must not pass it
             if segment.path not in self._queued:
-                self._queue(partition_place(partition), segment.path, segment.disk_bytes, self._uploaded(segment))
+                size, lost = segment.disk_bytes, self._lost(partition, segment)
+                self._queue(partition_place(partition), segment.path, size, self._uploaded(segment), lost)
 
     def _queue_manifests(self, run: Run) -> None:
         place = (run.directory.name, "")
@@ -247,9 +250,11 @@ class ObjectTier:
             return
         for path in run.directory.glob(f"{MANIFEST_PREFIX}*{SEALED_SUFFIX}"):
             if path not in self._queued:
-                self._queue(place, path, path.stat().st_size, lambda upload: None)
+                self._queue(place, path, path.stat().st_size, lambda upload: None, lambda upload: None)
 
-    def _queue(self, place: Place, path: Path, size: int, done: Callable[[Upload], None]) -> None:
+    def _queue(
+        self, place: Place, path: Path, size: int, done: Callable[[Upload], None], lost: Callable[[Upload], None]
+    ) -> None:
         self._queued.add(path)
 
         def arrived(upload: Upload) -> None:
@@ -257,15 +262,31 @@ class ObjectTier:
             done(upload)
             self._queued.discard(path)
 
-        self._uploader.add(Upload(place, object_key(place, path.name), path, self._clock(), arrived, size))
+        def vanished(upload: Upload) -> None:
+            lost(upload)
+            self._queued.discard(path)
+
+        self._uploader.add(Upload(place, object_key(place, path.name), path, self._clock(), arrived, vanished, size))
 
     def _uploaded(self, segment: Segment) -> Callable[[Upload], None]:
         def done(upload: Upload) -> None:
+            mark_uploaded(segment.path)
             with self._volume.lock:
                 segment.uploaded, segment.object_bytes = True, upload.size
-            mark_uploaded(segment.path)
 
         return done
+
+    def _lost(self, partition: Partition, segment: Segment) -> Callable[[Upload], None]:
+        """Take a segment whose file somebody removed out of the catalog: its rows are lost, as after a restart."""
+
+        def lost(upload: Upload) -> None:
+            with self._volume.lock:
+                if self._volume.is_released(partition) or segment.path != upload.path or upload.path.exists():
+                    return
+                if partition.segments.pop(segment.number, None) is not None:
+                    partition.rebuild()
+
+        return lost
 
     # -- reads
 
@@ -347,20 +368,17 @@ class ObjectTier:
             self._joining.try_again()
         if self._follower is not None and self.joined:
             self._unreachable = self._follower.follow()
+            if not self._unreachable:
+                self.evictor.reconsider()
 
     # -- eviction
 
     def evict(self, segment: Segment) -> int:
-        """Remove the local file of an uploaded segment. Returns the bytes freed; 0 if it may not be evicted now."""
-        with self._volume.lock:
-            if not (segment.local and segment.uploaded and self.joined):
-                return 0
-            freed, segment.local, segment.object_bytes = segment.disk_bytes, False, segment.disk_bytes
-            segment.disk_bytes = 0
-            self._evicted += 1
-            self._evicted_bytes += freed
-        self._volume.deleter.submit(segment.path.name, lambda: segment.path.unlink(missing_ok=True), freed)
-        return freed
+        """Remove the local file of a segment that the bucket says it holds. Returns the bytes freed; 0 if it stays."""
+        return self.evictor.evict(segment) if self.joined else 0
+
+    def drop_local(self, segment: Segment) -> int:
+        return self.evictor.drop_local(segment) if self.joined else 0
 
 
 def _strip(directory: Path) -> None:

@@ -4,7 +4,8 @@ A trajectory's seal is written after its records. Because a later segment never 
 a server that sees the seal in the bucket sees every record that was there before it.
 
 The queue holds names, not bytes; the backlog is on the disk and bounded by it. A put without a clear answer is neither
-success nor failure: the next try first asks for the object and compares it.
+success nor failure: the next try first asks for the object and compares it. A file that somebody has removed fails for
+good and must not hold up those behind it: it is reported as lost and the next one is uploaded.
 """
 
 from __future__ import annotations
@@ -38,15 +39,21 @@ COMPARE_BYTES = 256 << 10
 """Tail that is compared with an object of unclear origin: it holds the index, with the checksum of every record."""
 
 
+class SegmentVanished(StorageFailed):
+    """The file is not in its directory any more; trying again does not help."""
+
+
 @dataclass(eq=False)
 class Upload:
-    """One segment on its way. ``on_done`` is called on a worker's thread once the object is there."""
+    """One segment on its way. A worker's thread calls ``on_done`` once the object is there, ``on_lost`` if the file is
+    gone."""
 
     place: Place
     key: str
     path: Path
     sealed_at: float
     on_done: Callable[[Upload], None]
+    on_lost: Callable[[Upload], None] = lambda upload: None
     size: int = 0
     tries: int = 0
     unsure: bool = False
@@ -159,6 +166,8 @@ class Uploader:
                 error = StorageFailed(f"internal error, cause={failure!r}")
             if error is None and not upload.cancelled:
                 upload.on_done(upload)
+            if isinstance(error, SegmentVanished) and not upload.cancelled:
+                upload.on_lost(upload)
             self._finish(upload, error)
 
     def _take(self) -> Upload | None:
@@ -175,7 +184,8 @@ class Uploader:
         with self._wake:
             queue = self._queues[upload.place]
             delay = 0.0
-            if error is not None and not isinstance(error, Conflict) and not upload.cancelled:
+            final = upload.cancelled or isinstance(error, (Conflict, SegmentVanished))
+            if error is not None and not final:
                 upload.tries += 1
                 self._counts.failures += 1
                 self._counts.unknown_outcomes += isinstance(error, OutcomeUnknown)
@@ -185,7 +195,10 @@ class Uploader:
                 log.log(level, "segment=%s not uploaded, tries=%d: %s", upload.path.name, upload.tries, error)
             else:
                 queue.popleft()
-                if error is not None:
+                if isinstance(error, SegmentVanished):
+                    self._counts.failures += 1
+                    log.error("segment=%s is lost: %s", upload.path.name, error)
+                elif error is not None:
                     self._counts.conflicts += 1
                     log.error("segment=%s stays on this disk only: %s", upload.path.name, error)
                 elif not upload.cancelled:
@@ -203,6 +216,10 @@ class Uploader:
         except OSError as error:
             if upload.cancelled:
                 return
+            if isinstance(error, FileNotFoundError) and upload.path.parent.is_dir():
+                raise SegmentVanished(
+                    f"it was removed from the directory before its upload, segment={upload.path.name}"
+                ) from error
             raise StorageFailed(
                 f"a segment cannot be read, segment={upload.path.name} cause={error.strerror}"
             ) from error
