@@ -13,6 +13,7 @@ import pytest
 from tests.tier.conftest import PARTITION, RUN, TABLE, S3Server, Sidecar, eventually
 from tests.tier.proxy import Proxy
 from tests.tier.test_reading import segment_keys
+from trace_store.errors import Sealed
 from trace_store.storage.s3 import ObjectStore
 from trace_store.testing.records import make_chunk
 
@@ -273,7 +274,11 @@ def test_a_segment_that_somebody_removed_holds_up_no_later_one(
     if gone == "first":
         slices, reasons = first.read("t", 60)
         assert (len(slices), reasons) == (len(TABLE), {"DATA_LOSS"})  # the second half is there and good
-        first.engine.append(RUN, PARTITION, make_chunk(RUN, PARTITION, TABLE, "t", 0, 40)).result(30)
+        with pytest.raises(Sealed):  # nobody could tell whether these are the lost rows; a new attempt says it is new
+            first.engine.append(RUN, PARTITION, make_chunk(RUN, PARTITION, TABLE, "t", 0, 40)).result(30)
+        chunk = make_chunk(RUN, PARTITION, TABLE, "t", 0, 60, attempt=1)
+        first.engine.append(RUN, PARTITION, chunk).result(30)
+        first.engine.seal(RUN, PARTITION, "t", tokens=61, prompt_tokens=0, attempt=1).result(30)
         assert first.reasons("t", 60) == set()
     else:
         first.write("t")  # all of it may be written anew
