@@ -12,7 +12,7 @@ import argparse
 import contextlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 
 import numpy as np
@@ -49,6 +49,8 @@ class Finding:
     site: str = ""
     start: int | None = None
     stop: int | None = None
+    row: int | None = None
+    """Row of the segment's index."""
 
 
 @dataclass
@@ -82,7 +84,10 @@ def command(argv: list[str]) -> int:
             for file in group:
                 check_file(file, report, tally)
                 progress.advance(task, file.size)
+            tally.count()
+            _set_healed_apart(directory, tally, report)
             _count_rows(directory, place, tally, report)
+            report.damaged.extend(_differing(directory, tally))
     if arguments.json:
         print(json.dumps(asdict(report), indent=2))
     else:
@@ -121,33 +126,52 @@ def check_file(file: StoredFile, report: Report, tally: Tally) -> None:
     except FormatError as error:
         report.damaged.append(Finding(name, str(error)))
         return
-    index = _check_rows(name, content, scan, report)
+    index, lost = _check_rows(name, content, scan, report)
     header = scan.header
     if not _belongs(name, header):
         report.damaged.append(Finding(name, "it belongs elsewhere", header.run, header.partition))
-    elif header.partition and not tally.add(name, header, index):
+    elif header.partition and not tally.add(name, header, index, lost):
         what = "its site table is another one than that of the segments before it"
         report.damaged.append(Finding(name, what, header.run, header.partition))
 
 
-def _check_rows(name: str, content: bytearray, scan: Scan, report: Report) -> SegmentIndex:
-    """Report what is damaged within a segment; the rows that it has or says that it had."""
+def _check_rows(name: str, content: bytearray, scan: Scan, report: Report) -> tuple[SegmentIndex, list[int]]:
+    """Report what is damaged within a segment; the rows that it has or says that it had, and which of them it lost."""
     report.records += scan.index.records
     header = scan.header
     if name.endswith(OPEN_SUFFIX):
         report.damaged.extend(_damage(name, scan, scan.damage))
-        return scan.index
+        return scan.index, []
     try:
         index = open_content(content, name)[1]
     except FormatError as error:
         report.damaged.append(Finding(name, str(error), header.run, header.partition))
         report.damaged.extend(_damage(name, scan, scan.damage))
-        return scan.index
+        return scan.index, []
     lost = list(_lost_rows(name, scan, index))
     report.damaged.extend(lost or _damage(name, scan, scan.damage))
     if scan.torn_bytes and not lost:
         report.damaged.append(Finding(name, f"unreadable bytes={scan.torn_bytes}", header.run, header.partition))
-    return index
+    return index, [item.row for item in lost if item.row is not None]
+
+
+def _set_healed_apart(directory: str, tally: Tally, report: Report) -> None:
+    """Make notes of damaged records that were sent again and stored whole: reads take the good copy."""
+    damaged: list[Finding] = []
+    healed: list[Finding] = []
+    for item in report.damaged:
+        here = item.row is not None and item.segment.rpartition("/")[0] == directory
+        again = here and item.row is not None and tally.is_held_again(item.segment, item.row)
+        (healed if again else damaged).append(item)
+    report.damaged[:] = damaged
+    for segment, items in groupby(healed, key=lambda item: item.segment):
+        report.notes.append(f"damaged records were stored again whole, records={len(list(items))} segment={segment}")
+
+
+def _differing(directory: str, tally: Tally) -> Iterator[Finding]:
+    for item in tally.differences():
+        key = (item.run, item.partition, item.trajectory, item.attempt, item.site, item.start, item.stop)
+        yield Finding(directory, "two stored copies of a record differ", *key)
 
 
 def _count_rows(directory: str, place: StoredPlace, tally: Tally, report: Report) -> None:
@@ -186,6 +210,7 @@ def _count_again(files: Sequence[StoredFile]) -> Tally:
                 header, index = _open_or_scan(file.path, content)
                 if _belongs(file.path, header):
                     tally.add(file.path, header, index)
+    tally.count()
     return tally
 
 
@@ -202,7 +227,7 @@ def _lost_rows(name: str, scan: Scan, index: SegmentIndex) -> Iterator[Finding]:
     found = _keys(scan.index)
     wanted = _keys(index)
     for position in np.flatnonzero(~np.isin(wanted, found)):
-        yield _finding(name, scan.header, index, int(position), "damaged")
+        yield replace(_finding(name, scan.header, index, int(position), "damaged"), row=int(position))
     for position in np.flatnonzero(~np.isin(found, wanted)):
         yield _finding(name, scan.header, scan.index, int(position), "not in the index as it is in the segment")
 

@@ -93,15 +93,7 @@ def discrepancy(
     require_gpu(x, "x")
     checked = check(x, planes, scales, tensor_scale, valid, format=format, bits=bits, rule=rule)
     rows, decode, present = checked.rows, checked.tensor_scale, checked.valid
-    total = array_of(sums, "sums")
-    require(
-        total.dtype == "float64" and total.shape == (SUMS,), "sums", f"must be float64 [10], shape={list(total.shape)}"
-    )
-    require(
-        total.dense and total.device == rows.array.device,
-        "sums",
-        f"must be contiguous on the device of x, device={total.device}",
-    )
+    total = _ten_sums(sums, rows.array.device)
     units = flat_units(rows.tokens, rows.width)
     if not units:
         return
@@ -166,3 +158,12 @@ def check(
         valid_rows(valid, rows.tokens, device),
         number,
     )
+
+
+def _ten_sums(sums: Any, device: int) -> DeviceArray:
+    view = array_of(sums, "sums")
+    right = view.dtype == "float64" and view.shape == (SUMS,)
+    require(right, "sums", f"must be float64 [10], dtype={view.dtype} shape={list(view.shape)}")
+    require(view.dense, "sums", f"must be contiguous, strides={list(view.strides)}")
+    require(view.device == device, "sums", f"must be on the device of x, device={view.device}")
+    return view
