@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trace_store.errors import FormatError
-from trace_store.naming import MANIFEST_PREFIX, RELEASED_PREFIX, directory_name
+from trace_store.naming import MANIFEST_PREFIX, RELEASED_PREFIX, directory_name, parse_segment_name
 from trace_store.record import Site
 from trace_store.recovery import OpenedSegment, recover_directory, set_aside
 from trace_store.segment.reader import open_sealed
@@ -89,5 +89,8 @@ def _add_partition(run: FoundRun, path: Path, segments: list[OpenedSegment], roo
         segment_path, header, _ = segment
         if (header.run, header.sites) != (run.name, run.sites) or directory_name(header.partition) != path.name:
             set_aside(segment_path, root, "it belongs to another run, site table or partition")
+            continue
+        if parse_segment_name(segment_path.stem)[0] != header.sequence:
+            set_aside(segment_path, root, "it has another segment's name")  # its rows would count as written elsewhere
             continue
         run.partitions.setdefault(header.partition, (path, []))[1].append(segment)

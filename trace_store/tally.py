@@ -124,7 +124,8 @@ class Tally:
             for (number, first, _, _, _), sites in zip(same.tolist(), sets, strict=True):
                 for row, site in enumerate(sites, first):
                     *kind, checksum = self._key((number, row))
-                    found[(site, *kind)].add(checksum)
+                    key = (site, *kind)
+                    found[key].add(checksum)
             for site in sorted({key[0] for key, checksums in found.items() if len(checksums) > 1}):
                 yield site, int(same[0, 2]), int(same[0, 3])
 

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from trace_store.checksum import RowKind
 from trace_store.errors import FormatError, InvalidRequest
-from trace_store.naming import directory_name
+from trace_store.naming import directory_name, parse_segment_name
 from trace_store.places import StoredFile, StoredPlace, open_place
 from trace_store.record import Site
 from trace_store.segment.index import SegmentIndex
@@ -283,7 +283,8 @@ def _damage(name: str, scan: Scan, lines: Sequence[str]) -> list[Finding]:
 def _belongs(path: str, header: SegmentHeader) -> bool:
     parts = path.split("/")
     expected = [directory_name(header.run)] + ([directory_name(header.partition)] if header.partition else [])
-    return parts[:-1] == expected
+    sequence = parse_segment_name(parts[-1])[0] if header.partition else header.sequence
+    return parts[:-1] == expected and sequence == header.sequence
 
 
 def _print(report: Report) -> None:

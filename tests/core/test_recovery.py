@@ -354,3 +354,15 @@ def test_a_release_of_several_trajectories_survives_whole_or_not_at_all(tmp_path
         seen.add(tuple(gap.reason.name for gap in read.missing))
     engine.close()
     assert seen == {("NOT_RECORDED", "NOT_RECORDED"), ("RELEASED", "RELEASED")}
+
+
+def test_a_segment_under_another_ones_name_is_set_aside(store: Any) -> None:
+    """Under a higher number its rows would look as if they were written after a release that knew them."""
+    store.append("t", 0, 9)
+    store.engine.release("run", "step-1", ["t"]).result(30)
+    store.engine.close()
+    (path,) = store.segments()
+    shutil.copy(path, path.with_name(path.name.replace("0000000000", "0000000007")))
+    store.reopen()
+    assert len(set_aside(store.root)) == 1
+    assert store.reasons("t", 0, 9, include_open=True) == {MissingReason.RELEASED}

@@ -95,6 +95,21 @@ def test_no_magic(content: bytearray, put: Any) -> None:
     refused(put(content))
 
 
+@pytest.mark.parametrize("flips", [1, 2])
+def test_magic_damaged(golden: Path, put: Any, flips: int) -> None:
+    content = bytearray((golden / "unfinished.crashed").read_bytes())
+    whole = scan_segment(put(bytes(content)))
+    content[4] ^= 1
+    content[6] ^= flips - 1
+    scan = scan_segment(put(bytes(content)))
+    assert len(scan.index) == len(whole.index) > 0
+    assert scan.damage == ["the magic in front is damaged"]
+    content[0] ^= 1
+    content[1] ^= flips - 1
+    if flips == 2:
+        refused(put(bytes(content)))
+
+
 def test_zeros(put: Any) -> None:
     refused(put(bytes(10_000)))
 

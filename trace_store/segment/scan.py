@@ -29,6 +29,9 @@ _END_OF_STREAM = _CONTINUATION + bytes(4)
 _FOOTER_MAGIC = b"ARROW1"
 _FOOTER_TAIL_BYTES = 4 + len(_FOOTER_MAGIC)
 
+MAGIC_DAMAGE_MAX = 2
+"""Bytes of the magic that may differ: one bad bit in it must not cost a segment of whole rows."""
+
 METADATA_BYTES_MAX = 64 << 10
 """Largest header of a record batch; twelve columns take about 1 KiB."""
 
@@ -130,8 +133,13 @@ def scan_segment(path: Path) -> Scan:
 def scan_content(content: bytearray, name: str, damage: list[str]) -> Scan:
     """The same for a file's bytes, with the lines of damage that reading them gave."""
     data = pa.py_buffer(content)
-    if content[: len(MAGIC)] != MAGIC:
+    differing = sum(
+        found != wanted for found, wanted in zip(content[: len(MAGIC)].ljust(len(MAGIC)), MAGIC, strict=True)
+    )
+    if differing > MAGIC_DAMAGE_MAX:
         raise FormatError(f"segment has no Arrow magic, segment={name} bytes={content[:8]!r}")
+    if differing:
+        damage.append("the magic in front is damaged")  # the schema behind it has a checksum and says what this is
     schema, header, first = _read_schema(data, content, name)
     scan = Scan(header, SegmentIndex(), damage=damage)
     for batch in _batches(data, content, first, schema, scan):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from trace_store.attempt import Segment
 from trace_store.catalog import Partition, Run
 from trace_store.errors import FormatError, StorageFailed
-from trace_store.naming import directory_name
+from trace_store.naming import directory_name, parse_segment_name
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.reader import open_source
 from trace_store.segment.scan import scan_content
@@ -159,6 +159,8 @@ class Loader:
                 belongs = place_of(header.run, header.partition) == place
                 if (header.run, header.sites) != (run.name, run.sites) or not belongs:
                     self._refuse(item.info, "it belongs to another run, site table or partition")
+                elif parse_segment_name(item.name)[0] != header.sequence:
+                    self._refuse(item.info, "it has another segment's name")
                 elif item.name not in known:
                     partition = self._volume.partition(run, header.partition)
                     segment = self._volume.remote_segment(partition, item.name, header, item.index, item.info.size)
