@@ -67,6 +67,14 @@ def begin(root: Path, wall: float, newest: float) -> Lifetime:
     return Lifetime(max(wall, last), pauses[-PAUSES_MAX:])
 
 
+def last_sign(root: Path) -> float | None:
+    """The store's time at the last sign of life of an earlier run; None if none is noted."""
+    try:
+        return float(json.loads((root / CLOCK_FILE).read_text(encoding="utf-8"))["time"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def save(root: Path, now: float, pauses: Sequence[Pause]) -> None:
     """Note a sign of life. A disk that refuses it makes the next pause look longer, and that costs nothing."""
     path = root / CLOCK_FILE

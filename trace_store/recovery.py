@@ -8,17 +8,20 @@
     anything else     moved to ``set-aside/`` with a logged reason; nothing is deleted that we did not write
 
 Rewriting is idempotent: a crash at any point leaves the source, the result, or both, and both means the result counts.
-What is dropped as a torn tail was never acknowledged as synced; of a file with any other damage a copy is kept.
+What is dropped as a torn tail was never acknowledged as synced; of a file with any other damage a copy is kept. A copy
+is as old as its source: the file's time says when its rows were written, on the store's clock (``lifetime``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from trace_store.errors import FormatError, StorageFull, TraceStoreError
+from trace_store.lifetime import last_sign
 from trace_store.segment.index import SegmentIndex
 from trace_store.segment.reader import open_sealed
 from trace_store.segment.scan import Scan, scan_segment
@@ -116,13 +119,23 @@ def _rewrite_logged(path: Path, root: Path, scan: Scan) -> OpenedSegment:
             keep_copy(path, root, f"{len(scan.damage)} damaged parts")
         except OSError as error:
             log.error("segment=%s no copy of it is kept: %s", path.name, error.strerror)
+    written = _written_at(path, root)
     try:
         sealed, index = rewrite(path, scan)
     except StorageFull as error:
         log.error("segment=%s stays as it is until the disk has room: %s", path.name, error)
         _sync_file(path)
-        return path, scan.header, scan.index
+        sealed, index = path, scan.index
+    with contextlib.suppress(OSError):
+        os.utime(sealed, (written, written))
     return sealed, scan.header, index
+
+
+def _written_at(path: Path, root: Path) -> float:
+    """When a segment got its last row. An open one was written until the end, and its file may have the time of a wrong
+    clock, as only sealed ones are given the store's."""
+    noted = last_sign(root) if path.suffix == OPEN_SUFFIX else None
+    return noted if noted is not None else path.stat().st_mtime
 
 
 def _sync_file(path: Path) -> None:

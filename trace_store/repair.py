@@ -172,6 +172,7 @@ class Repairs:
                     segment.path, segment.disk_bytes = copy.path, copy.written_bytes
                     if broken.writer is not None:
                         broken.writer.path = copy.path
+                    self._volume.stamp(copy.path)
                     if left != before:
                         partition.rebuild()
         if left != before:

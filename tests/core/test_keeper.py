@@ -167,6 +167,34 @@ def missing_after_start(engine: Callable[..., Engine], limits: Limits) -> dict[s
     return {name: bool(missing(store, name)) for name in ("step-0", "step-3")}
 
 
+def test_rows_that_a_killed_server_left_are_as_old_as_its_end_whatever_the_machines_clock_says(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Files get the kernel's time, and here it is a year behind that of the store: so was the last one of a crash."""
+    right, year = time.time(), 365 * 86400.0
+    monkeypatch.setattr(time, "time", lambda: right + year)
+    limits = Limits(age_s=86400.0, partitions_kept=2, **FREE)
+    first = engine(limits)
+    for name in ("a", "b"):
+        write(first, name)
+    first.roll().result(30)
+    write(first, "last")
+    eventually(lambda: first.usage().retention.count == 1, "release by count")
+    shutil.copytree(tmp_path / "data", tmp_path / "killed")  # what a kill would leave
+    assert list((tmp_path / "killed").glob("runs/*/last-*/*.open"))
+    for path in tmp_path.glob("killed/runs/*/b-*/*.arrow"):
+        os.utime(path, (right + year, right + year))  # as the store does where it can see that the kernel is behind
+    store = Engine(tmp_path / "killed", "test", limits=limits)
+    try:
+        store._keeper.tick()
+        write(store, "next")
+        eventually(lambda: missing(store, "b") != set(), "release by count")
+        assert vars(store.usage().retention) == {"age": 0, "count": 1, "cap": 0}
+        assert missing(store, "last") == missing(store, "next") == set()
+    finally:
+        store.close()
+
+
 def test_ingest_over_the_cap_goes_on_because_the_oldest_go(engine: Callable[..., Engine], tmp_path: Path) -> None:
     store = engine(Limits(disk_bytes_max=DISK_BYTES_MIN, **FREE))
     largest = 0

@@ -232,6 +232,19 @@ def test_a_roll_that_fails_loses_nothing(store: Any, disk: Disk, call: str) -> N
     assert len(store.segments(".open")) == 0
 
 
+def test_a_copy_has_the_stores_time_as_any_sealed_segment(store: Any, disk: Disk) -> None:
+    volume = store.engine._volume
+    volume.set_time(volume.now() + 1e6)  # as after a start with a clock that is behind
+    store.append("t", 0, 4)
+    disk.fail = {"rename": errno.EIO}
+    store.engine.roll().result(30)
+    assert store.segments(".arrow") == []
+    disk.fail = {}
+    store.append("u", 0, 4, partition="step-2")
+    eventually(lambda: store.segments(".arrow") != [])
+    eventually(lambda: abs(store.segments(".arrow")[0].stat().st_mtime - volume.now()) < 100)
+
+
 def test_fr32_a_disk_that_turns_read_only_refuses_writes_serves_reads_and_recovers(store: Any, disk: Disk) -> None:
     store.append("t", 0, 9)
     store.seal("t", 10)

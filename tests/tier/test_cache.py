@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,6 +99,33 @@ def test_nothing_is_cached_without_room(sidecar: Make, monkeypatch: pytest.Monke
         assert second.reasons("t", 400) == set()
     second.engine.close()
     assert local_bytes(second) == 0
+
+
+def test_a_segment_that_is_released_while_it_is_fetched_leaves_no_file(
+    sidecar: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = sidecar("a")
+    first.write("t", 400)
+    first.upload()
+    second = sidecar("b", Limits(**FREE))
+    read, fetching, go_on = ObjectStore.read, threading.Event(), threading.Event()
+
+    def slow(self: ObjectStore, *arguments: Any) -> memoryview:
+        content = read(self, *arguments)
+        if threading.current_thread().name.startswith("trace-store-fetch"):
+            fetching.set()
+            go_on.wait(30)
+        return content
+
+    monkeypatch.setattr(ObjectStore, "read", slow)
+    for _ in range(3):
+        assert second.reasons("t", 400) == set()
+    assert fetching.wait(10)
+    second.engine.release(RUN, "step-1").result(30)
+    go_on.set()
+    second.tier.cache.close()  # waits for the fetch
+    assert [path for path in second.root.glob("runs/*/*/*") if path.is_file()] == []
+    assert second.tier.status().cached == 0
 
 
 def test_a_reader_keeps_what_it_reads_while_it_is_evicted(sidecar: Make) -> None:

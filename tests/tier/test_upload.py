@@ -7,6 +7,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,12 +95,19 @@ def test_a_put_that_gets_no_answer_is_unknown_and_not_repeated_blindly(
 
 
 def test_a_put_that_took_effect_without_an_answer_is_recognized(
-    proxy: Proxy, sidecar: Make, store: ObjectStore
+    proxy: Proxy, sidecar: Make, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    put, sent = ObjectStore.put, []
+
+    def counted(self: ObjectStore, key: str, *arguments: Any, **more: Any) -> None:
+        sent.append(key)
+        put(self, key, *arguments, **more)
+
     first = sidecar("a")
     first.write("t")
     first.upload()
     first.write("u")
+    monkeypatch.setattr(ObjectStore, "put", counted)
     proxy.swallow_answers = True
     first.engine.roll().result(30)
     first.tier.tick()
@@ -107,6 +115,7 @@ def test_a_put_that_took_effect_without_an_answer_is_recognized(
     proxy.swallow_answers = False
     first.upload()
     assert first.tier.status().upload_conflicts == 0
+    assert len(sent) == 1  # 64 MiB are not sent again to learn that they are there
     assert bucket_digests(store) == digests(local_segments(first))
 
 
