@@ -93,11 +93,11 @@ class Tally:
         good = [copy for copy in copies if copy not in self._damaged]
         return place in copies and any(self._key(copy) == self._key(place) for copy in good)
 
-    def _key(self, place: tuple[int, int]) -> tuple[int, ...]:
+    def _key(self, place: tuple[int, int]) -> tuple[int, int, int]:
         """What tells the rows of a record, of all that have the same span."""
         assert self._partition is not None
         row = self._partition.segments[place[0]].index.rows[place[1]]
-        return tuple(int(row[name]) for name in ("policy_version", "tensor_bytes", "checksum"))
+        return int(row["policy_version"]), int(row["tensor_bytes"]), int(row["checksum"])
 
     def differences(self) -> Iterator[Difference]:
         """Records of one attempt with the same span, policy version and kind of scales, and other bytes."""
@@ -120,12 +120,11 @@ class Tally:
             sets = [run.site_sets[number] for number in same[:, 4].tolist()]
             if len(same) == 1 or len(set().union(*sets)) == sum(map(len, sets)):
                 continue  # hosts that write disjoint sites share none
-            found: dict[tuple[int, ...], set[int]] = defaultdict(set)
+            found: dict[tuple[int, int, int], set[int]] = defaultdict(set)
             for (number, first, _, _, _), sites in zip(same.tolist(), sets, strict=True):
                 for row, site in enumerate(sites, first):
-                    *kind, checksum = self._key((number, row))
-                    key = (site, *kind)
-                    found[key].add(checksum)
+                    version, size, checksum = self._key((number, row))
+                    found[(site, version, size)].add(checksum)
             for site in sorted({key[0] for key, checksums in found.items() if len(checksums) > 1}):
                 yield site, int(same[0, 2]), int(same[0, 3])
 
