@@ -106,7 +106,7 @@ def test_an_object_of_another_size_does_not_stand_for_the_segment(sidecar: Make,
 
 
 def test_a_store_that_does_not_answer_keeps_the_disk_as_it_is_and_holds_nothing_up(
-    full: Sidecar, monkeypatch: pytest.MonkeyPatch
+    full: Sidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     held, asked, go_on = local_bytes(full), threading.Event(), threading.Event()
 
@@ -123,6 +123,9 @@ def test_a_store_that_does_not_answer_keeps_the_disk_as_it_is_and_holds_nothing_
         assert full.engine.release("run", "step-5").result(10) == 1
         go_on.set()
         eventually(lambda: not full.tier.evictor._asked, "answers")
+        for segment in segments(full):
+            assert full.tier.evict(segment) == 0
+    assert len([line for line in caplog.records if "nothing is evicted" in line.message]) == 1
     assert full.tier.status().evicted == 0
     assert local_bytes(full) <= held
     for number in range(5):

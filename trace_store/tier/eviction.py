@@ -28,6 +28,7 @@ class Evictor:
     def __init__(self, volume: Volume, store: ObjectStore) -> None:
         self._volume, self._store = volume, store
         self.evicted = self.evicted_bytes = 0
+        self._unanswered = False
         self._asked: set[int] = set()
         self._doubtful: set[int] = set()
         self._pool = ThreadPoolExecutor(EVICTORS, thread_name_prefix="trace-store-evict")
@@ -65,8 +66,11 @@ class Evictor:
         try:
             found = self._store.head(object_key((path.parent.parent.name, path.parent.name), path.name))
         except StorageFailed as error:
-            log.warning("not evicted, the object store cannot be asked, segment=%s: %s", path.name, error)
+            if not self._unanswered:  # an outage may last for hours, with tries twice a second
+                log.warning("nothing is evicted while the object store cannot be asked: %s", error)
+            self._unanswered = True
             return 0
+        self._unanswered = False
         if found is not None and found.size == size:
             return self.drop_local(segment)
         log.error(
