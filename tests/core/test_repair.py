@@ -64,6 +64,11 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def catalog_paths(store: Any) -> list[Path]:
+    with store.engine.catalog_lock:
+        return sorted(s.path for s in store.engine.snapshot_runs()[0].partitions["step-1"].segments.values())
+
+
 @pytest.mark.parametrize("partial_bytes", [0, 1, 500, 1000])
 @pytest.mark.parametrize("truncate", [True, False])
 def test_a_full_disk_in_the_middle_of_a_write(store: Any, disk: Disk, partial_bytes: int, truncate: bool) -> None:
@@ -227,6 +232,8 @@ def test_a_roll_that_fails_loses_nothing(store: Any, disk: Disk, call: str) -> N
     store.seal("t", 10)
     assert store.check("t", 0, 9) == []
     eventually(lambda: len(store.segments()) == 1)
+    # An object store takes the files that the catalog names; reads would find a renamed one.
+    eventually(lambda: catalog_paths(store) == sorted(store.segments() + store.segments(".open")))
     store.reopen()
     assert store.check("t", 0, 9) == []
     assert len(store.segments(".open")) == 0

@@ -101,8 +101,9 @@ def test_nothing_is_cached_without_room(sidecar: Make, monkeypatch: pytest.Monke
     assert local_bytes(second) == 0
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "elsewhere"])
 def test_a_segment_that_is_released_while_it_is_fetched_leaves_no_file(
-    sidecar: Make, monkeypatch: pytest.MonkeyPatch
+    sidecar: Make, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
 ) -> None:
     first = sidecar("a")
     first.write("t", 400)
@@ -121,7 +122,10 @@ def test_a_segment_that_is_released_while_it_is_fetched_leaves_no_file(
     for _ in range(3):
         assert second.reasons("t", 400) == set()
     assert fetching.wait(10)
-    second.engine.release(RUN, "step-1").result(30)
+    releasing = first if elsewhere else second
+    releasing.engine.release(RUN, "step-1").result(30)
+    assert releasing.engine._volume.deleter.drain(10)
+    second.tier.follow()
     go_on.set()
     second.tier.cache.close()  # waits for the fetch
     assert [path for path in second.root.glob("runs/*/*/*") if path.is_file()] == []

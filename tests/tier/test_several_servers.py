@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from tests.tier.conftest import PARTITION, RUN, SITES, TABLE, Sidecar
+from tests.tier.test_reading import damage, segment_keys
 from trace_store import TokenSpan, shard
 from trace_store.errors import Conflict, Incomplete, Sealed, StaleAttempt, StorageFailed
 from trace_store.storage.s3 import ObjectStore
@@ -186,6 +187,25 @@ def test_rows_sent_to_both_servers_are_copies_if_equal_and_a_conflict_if_not(sid
         assert content(server, "other") == (expected("other", attempt=1), set())
 
 
+@EPOCHS
+@pytest.mark.parametrize("part", ["codes_offset", "scales_offset"])
+def test_a_damaged_copy_is_no_conflict_with_the_whole_one(
+    sidecar: Make, store: ObjectStore, low: str, high: str, part: str
+) -> None:
+    first, second = sidecar("a", epoch=low), sidecar("b", epoch=high)
+    append(first, "t", 0, 5)
+    first.upload()
+    (segment,) = first.engine.snapshot_runs()[0].partitions[PARTITION].segments.values()
+    append(second, "t", 0, 8)
+    (key,) = segment_keys(store)
+    damage(store, key, int(segment.index.rows[1][part]))
+    second.tier.follow()
+    seal(second, "t", 8)
+    second.upload()
+    for server in (second, sidecar("c")):
+        assert content(server, "t") == (expected("t"), set())
+
+
 def test_a_release_knows_what_was_uploaded_a_moment_ago(sidecar: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = sidecar("a"), sidecar("b")
     write(first, "known", seed=1)
@@ -332,9 +352,10 @@ def test_rows_that_arrive_while_copies_are_compared_are_compared_too(
         seal(first, "t", 8)
 
 
-def test_a_seal_does_not_take_in_rows_that_arrive_while_it_is_written(sidecar: Make) -> None:
+@EPOCHS
+def test_a_seal_does_not_take_in_rows_that_arrive_while_it_is_written(sidecar: Make, low: str, high: str) -> None:
     """Between its decision and its row, others' segments may be loaded by another thread."""
-    first, second = sidecar("a"), sidecar("b")
+    first, second = sidecar("a", epoch=low), sidecar("b", epoch=high)
     append(first, "t", 0, 4, seed=1)
     first.upload()
     append(second, "t", 0, 8, seed=2)
