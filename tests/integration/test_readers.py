@@ -66,15 +66,22 @@ def short(monkeypatch: pytest.MonkeyPatch) -> float:
     return sending.STALLED_READER_S
 
 
+NARROW = [
+    ("grpc.max_receive_message_length", 17 * MIB),
+    ("grpc.http2.lookahead_bytes", 64 << 10),
+    ("grpc.http2.bdp_probe", 0),
+]
+"""A connection whose window does not grow: else gRPC may take a whole backlog of 18 MB while nobody reads."""
+
+
 class TestReaders:
     def test_a_slow_reader_costs_the_server_a_few_messages(self, server: Any, backlog: Any) -> None:
         run, spans = backlog
-        options = [("grpc.max_receive_message_length", 17 * MIB), ("grpc.http2.lookahead_bytes", 64 << 10)]
         with trace_client.connect(server.address, arena="off") as client:
             placed = [(name, start, stop, 2000 * number) for number, (name, start, stop) in enumerate(spans)]
             client.reader(run, "p").read(placed)  # what one reader needs is there
             before = rss_bytes(server.pid)
-            with grpc.insecure_channel(server.address, options) as channel:
+            with grpc.insecure_channel(server.address, NARROW) as channel:
                 calls = [open_read(channel, run, spans) for _ in range(4)]
                 for call in calls:
                     next(call)
@@ -107,7 +114,7 @@ class TestReaders:
     def test_one_that_stops_is_cut_off_and_hears_why(self, in_process: GatedServer, short: float) -> None:
         with trace_client.connect(in_process.address, arena="off") as client:
             spans = write_backlog(client, "r", 2)
-            with grpc.insecure_channel(in_process.address, [("grpc.max_receive_message_length", 17 * MIB)]) as channel:
+            with grpc.insecure_channel(in_process.address, NARROW) as channel:
                 before = open_segments(os.getpid())
                 call = open_read(channel, "r", spans)
                 next(call)
