@@ -15,7 +15,7 @@ from trace_store.tier.layout import Place, object_key
 from trace_store.volume import Volume
 
 PLACE: Place = ("run", "step-1")
-FIRST, SECOND = "0000000000-aa.arrow", "0000000001-aa.arrow"
+FIRST, SECOND, THIRD = (f"000000000{number}-aa.arrow" for number in range(3))
 
 
 class Bucket:
@@ -96,8 +96,15 @@ def test_what_is_released_while_a_listing_runs_does_not_come_back_with_it(
 ) -> None:
     for name in (FIRST, SECOND):
         bucket.uploaded(name)
-    after_listing(lambda: bucket.view.hide(PLACE, [FIRST]))
+
+    def upload_and_release() -> None:
+        bucket.uploaded(THIRD)
+        bucket.view.hide(PLACE, [FIRST, THIRD])
+
+    after_listing(upload_and_release)
     refresh(bucket.view)
+    assert bucket.names == {SECOND}
+    refresh(bucket.view)  # the objects are still there
     assert bucket.names == {SECOND}
 
 
