@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trace_store.errors import InvalidRequest
+from trace_store.limits import FRAMES_MAX
 
 Buffer = bytes | bytearray | memoryview
 
@@ -51,11 +52,13 @@ def decode_all(message: bytes) -> list[tuple[bytes, memoryview]]:
     """Header bytes and payload of every frame of a message, one at least.
 
     Raises:
-        InvalidRequest: the message is not made of frames; names what differs.
+        InvalidRequest: the message is not made of frames, or of more than FRAMES_MAX; names what differs.
     """
     view, end = memoryview(message), 0
     frames: list[tuple[bytes, memoryview]] = []
     while end < len(view) or not frames:
+        if len(frames) == FRAMES_MAX:
+            raise _malformed(f"a message holds at most {FRAMES_MAX} frames", end)
         header, payload, end = _decode_one(view, end)
         frames.append((header, payload))
     return frames

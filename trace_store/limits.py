@@ -23,5 +23,11 @@ FRAME_BYTES = 1 << 20
 FRAME_BYTES_MAX = 16 << 20
 """Largest bulk message that either side accepts, header included."""
 
+FRAMES_MAX = 1024
+"""Requests in one message of an append stream: half a million empty ones would hold the event loop for seconds."""
+
+GROUPS_MAX = 65_536
+"""Record groups of one append request."""
+
 SPANS_MAX = 65_536
 """Spans of one read."""

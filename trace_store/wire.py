@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from trace_store import errors, frame
 from trace_store.chunk import Chunk, RecordGroup, cut_chunk
 from trace_store.errors import InvalidRequest, TraceStoreError
+from trace_store.limits import GROUPS_MAX
 from trace_store.record import DURABILITIES, Receipt, Site, TokenSpan
 from trace_store.v1 import record_pb2
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
@@ -195,6 +196,10 @@ def parse_append(message: bytes) -> list[tuple[Any, memoryview]]:
 
 def chunk_from_wire(header: Any, payload: memoryview, table: Sequence[Site]) -> Chunk:
     """A chunk whose sizes and keys are checked. Raises InvalidRequest."""
+    if len(header.groups) > GROUPS_MAX:
+        raise InvalidRequest(
+            f"a request holds at most {GROUPS_MAX} groups, got={len(header.groups)}", argument="groups"
+        )
     groups = tuple(
         RecordGroup(
             trajectory=group.trajectory,

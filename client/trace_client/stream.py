@@ -23,7 +23,7 @@ from trace_client.encode import Outgoing
 from trace_store import wire
 from trace_store.chunk import RecordGroup
 from trace_store.errors import DeadlineExceeded, TraceStoreError, Unavailable
-from trace_store.limits import FRAME_BYTES
+from trace_store.limits import FRAME_BYTES, FRAMES_MAX
 from trace_store.record import Site
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
@@ -92,7 +92,12 @@ class _Requests:
             if message is None:
                 return None
             together, size = [message], len(message)
-            while self.batched and self._waiting and (following := self._waiting[0]) is not None:
+            while (
+                self.batched
+                and len(together) < FRAMES_MAX
+                and self._waiting
+                and (following := self._waiting[0]) is not None
+            ):
                 size += len(following)
                 if size > BATCH_BYTES_MAX:
                     break

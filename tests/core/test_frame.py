@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from trace_store.errors import InvalidRequest
 from trace_store.frame import decode, decode_all, encode
+from trace_store.limits import FRAMES_MAX
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 
@@ -62,3 +63,10 @@ def test_frames_that_lie_one_after_another_come_apart() -> None:
 def test_what_is_not_all_frames_is_refused(message: bytes) -> None:
     with pytest.raises(InvalidRequest, match="malformed frame"):
         decode_all(message)
+
+
+def test_a_message_holds_a_bounded_number_of_frames() -> None:
+    empty = b"\x0a\x00"
+    assert len(decode_all(empty * FRAMES_MAX)) == FRAMES_MAX
+    with pytest.raises(InvalidRequest, match="at most"):
+        decode_all(empty * (FRAMES_MAX + 1))

@@ -4,14 +4,16 @@ stream goes on."""
 from __future__ import annotations
 
 import queue
+import resource
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 
-from trace_store import wire
+from trace_store import frame, wire
 from trace_store.checksum import record_checksum, trajectory_seed
 from trace_store.v1 import record_pb2
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
@@ -219,6 +221,24 @@ def test_a_frame_that_is_none_is_answered(stream: RawStream, run: str, garbage: 
     assert (refused.sequence, refused.error.type) == (1, "InvalidRequest")
     assert refused.error.argument in ("frame", "sequence", "groups")
     assert stream.append(*as_lists(group(run))).stored == 1
+
+
+@pytest.mark.parametrize("flood", ["frames", "groups"])
+def test_a_flood_of_empty_parts_is_refused_as_one_request(
+    stream: RawStream, client: Any, run: str, server: Any, flood: str
+) -> None:
+    before = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1])
+    if flood == "frames":
+        stream.send(b"\x0a\x00" * (8 << 20))
+    else:
+        header = service_pb2.AppendHeader(sequence=1).SerializeToString() + b"\x1a\x00" * 100_000
+        stream.send(frame.encode(header, ()))
+    answer = stream.answer()
+    assert answer.error.type == "InvalidRequest"
+    assert "at most" in answer.error.message
+    assert client.status()["queued_bytes"] == 0
+    pages = int(Path(f"/proc/{server.pid}/statm").read_text().split()[1]) - before
+    assert pages * resource.getpagesize() < 100 << 20
 
 
 def test_hand_built_bytes_equal_the_generated_classes(run: str) -> None:
