@@ -79,7 +79,8 @@ class SegmentDirectory:
                 argument="data_dir",
             ) from None
         self._lock = threading.Lock()
-        self._indexes: OrderedDict[str, tuple[SegmentHeader, SegmentIndex]] = OrderedDict()
+        self._indexes: OrderedDict[tuple[str, str, str], tuple[SegmentHeader, SegmentIndex]] = OrderedDict()
+        """By run, partition and name: the first segments of all partitions have the same name."""
 
     def close(self) -> None:
         """Give the directory back. May be called twice."""
@@ -128,22 +129,22 @@ class SegmentDirectory:
                 stack.callback(os.close, place)
             source = LocalSource.of(os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=place), name)
         try:
-            header, index = self._index(source)
+            header, index = self._index((run, partition, name), source)
         except BaseException:
             source.close()
             raise
         return OpenSegment(source, name, header, index)
 
-    def _index(self, source: LocalSource) -> tuple[SegmentHeader, SegmentIndex]:
-        """Header and index of a segment, whose name is unique for all time and whose content never changes."""
+    def _index(self, key: tuple[str, str, str], source: LocalSource) -> tuple[SegmentHeader, SegmentIndex]:
+        """Header and index of a segment. Its name is used once in its partition, and its content never changes."""
         with self._lock:
-            known = self._indexes.get(source.name)
+            known = self._indexes.get(key)
             if known is not None:
-                self._indexes.move_to_end(source.name)
+                self._indexes.move_to_end(key)
                 return known
         found = open_source(source)
         with self._lock:
-            self._indexes[source.name] = found
+            self._indexes[key] = found
             rows = sum(len(index) for _, index in self._indexes.values())
             while rows > INDEX_ROWS_KEPT_MAX and len(self._indexes) > 1:
                 rows -= len(self._indexes.popitem(last=False)[1][1])

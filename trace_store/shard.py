@@ -224,7 +224,7 @@ class Shard:
         if not _answered_at_once(command):
             command.future.set_exception(error)
             return
-        # The next append or seal of the same attempt says it; a newer attempt has nothing to do with it.
+        # The seal of the attempt says it, or an append that waits; a newer attempt has nothing to do with it.
         deferred = self._volume.live(command.partition).deferred
         for group in command.chunk.groups:
             if len(deferred) < DEFERRED_ERRORS_MAX:
@@ -232,8 +232,9 @@ class Shard:
 
     def _append(self, command: AppendCommand) -> None:
         partition = self._volume.live(command.partition)
-        for group in command.chunk.groups:
-            _raise_deferred(partition, group.trajectory, group.attempt)
+        if command.durability != "memory":  # nobody would hear it there, and these rows may be good
+            for group in command.chunk.groups:
+                _raise_deferred(partition, group.trajectory, group.attempt)
         check_chunk(command.chunk, partition.run.name, partition.name, partition.run.sites)
         admission, changes, known = self._admit(partition, command.chunk)
         stored = 0

@@ -117,6 +117,8 @@ class Channel:
 
     def close(self) -> None:
         self._closed = True
+        if os.getpid() != self._process:
+            return  # in a forked child gRPC would hang here
         self._channel.close()
         if self._offered_files is not None:
             self._offered_files.close()
@@ -128,8 +130,12 @@ class Channel:
             InvalidRequest: the client is closed.
             Unsupported: this process was forked after the client connected; gRPC's threads did not come along.
         """
+        self.check_process()
         if self._closed:
             raise InvalidRequest("the client is closed", argument="client")
+
+    def check_process(self) -> None:
+        """Raises Unsupported in a process that was forked after the client connected."""
         fork.check_same_process(self._process)
 
     def ready_future(self) -> Any:
@@ -201,7 +207,7 @@ class Channel:
                 f"a message is over FRAME_BYTES_MAX={FRAME_BYTES_MAX}, split the call: {details}", argument="message"
             )
         # A killed server shows as one of these two, besides UNAVAILABLE.
-        gone = "Stream removed" in details or "RST_STREAM" in details
+        gone = code != grpc.StatusCode.DEADLINE_EXCEEDED and ("Stream removed" in details or "RST_STREAM" in details)
         kind = Unavailable if gone else _BARE.get(code, TraceStoreError)
         hint = "; the server went away or is not there, retrying is safe" if kind is Unavailable else ""
         return kind(f"call failed: {details}{hint}, status={code.name} target={self.target}")

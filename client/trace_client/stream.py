@@ -27,6 +27,9 @@ from trace_store.limits import FRAME_BYTES, FRAMES_MAX
 from trace_store.record import Site
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
+UNANSWERED_MAX = 16_384
+"""Requests that one stream may have unanswered: small ones cost 0.7 KB each here beside their payload."""
+
 BATCH_BYTES_MAX = 32 << 10
 """Requests that go in one message; those that name an arena have 0.2 to 4 KiB."""
 
@@ -152,6 +155,8 @@ class AppendStream:
         self._unanswered_bytes = 0
         self._counts = {"stored": 0, "duplicates": 0}
         self._sequence = 0
+        self._heard = False
+        """Whether something came from the server since a wait last looked."""
         self._credit: int | None = None
         self._arena: Arena | None = channel.arenas.attach(arena_bytes) if arena_bytes else None
         self._memory = self._arena.array() if self._arena is not None else np.zeros(0, np.uint8)
@@ -238,7 +243,12 @@ class AppendStream:
         with self._changed:
             self._wait(
                 lambda: (
-                    in_arena or not self._unanswered_bytes or self._unanswered_bytes + sent.size <= (self._credit or 0)
+                    len(self._unanswered) < UNANSWERED_MAX
+                    and (
+                        in_arena
+                        or not self._unanswered_bytes
+                        or self._unanswered_bytes + sent.size <= (self._credit or 0)
+                    )
                 )
             )
             self._sequence += 1
@@ -272,7 +282,11 @@ class AppendStream:
             self._requests.hurry()
             return False
 
-        if not self._changed.wait_for(moved, ANSWER_TIMEOUT_S):
+        done, self._heard = False, True
+        while not done and self._heard:  # a slow disk answers late and one by one
+            self._heard = False
+            done = self._changed.wait_for(moved, ANSWER_TIMEOUT_S)
+        if not done:
             self.broken = DeadlineExceeded(
                 f"no answer from the server within {ANSWER_TIMEOUT_S:g} s, unanswered={len(self._unanswered)}"
             )
@@ -285,6 +299,7 @@ class AppendStream:
             for encoded in self._call:
                 answer = service_pb2.AppendResponse.FromString(encoded)
                 with self._changed:
+                    self._heard = True
                     self._take_answer(answer)
                     for further in answer.further:
                         self._take_answer(further)

@@ -140,13 +140,27 @@ class Writer:
             prompt_tokens=prompt_tokens,
             allow_holes=allow_holes,
         )
-        return wire.receipt_from_wire(self._channel.call("Seal", request, self.sites).receipt, self.sites)
+        deadline = time.monotonic() + self._resume_timeout_s
+        while True:
+            try:
+                return wire.receipt_from_wire(self._channel.call("Seal", request, self.sites).receipt, self.sites)
+            except Unavailable:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(RESUME_PAUSE_S)  # the same seal again is fine
 
     def close(self) -> None:
-        """Flush and end the stream."""
+        """Flush and end the stream. Raises as ``flush``; a client that was closed before matters only to appends that
+        wait for their answers."""
         with self._lock:
+            if self._stream is None:
+                return
+            self._channel.check_process()
             try:
-                self._flush()
+                if self._stream.unanswered():
+                    self._channel.check_usable()
+                    self._flush()
+                self._count(self._stream)
                 self._raise_error(None)
             finally:
                 stream, self._stream = self._stream, None

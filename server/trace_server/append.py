@@ -30,6 +30,10 @@ from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 log = logging.getLogger("trace_server.append")
 
+REQUEST_BYTES = 4 << 10
+"""What a request costs in the queue beside its payload, 3.3 KB measured: with ``memory`` they are answered as they
+enter it, and small ones behind a stalled disk would fill the server's memory long before their payload does."""
+
 MESSAGES_UNANSWERED_MAX = 256
 
 PACE_S = 0.001
@@ -178,17 +182,14 @@ class AppendStream:
             else:
                 chunk = await asyncio.to_thread(wire.chunk_from_wire, header, payload, self._table)
             size = payload.nbytes
-            if not in_arena:
-                await self._budget.take(size)
-            left_queue = (
-                partial(self._left_arena, expected, size) if in_arena else partial(self._budget.give_back, size)
-            )
+            cost = REQUEST_BYTES + (0 if in_arena else size)
+            await self._budget.take(cost)
+            left_queue = partial(self._left_queue, expected, size if in_arena else 0, cost)
             self._taken = expected
             try:
                 outcome = self._engine.append(self._run, self._partition, chunk, self._durability, left_queue, in_arena)
             except TraceStoreError:
-                if not in_arena:  # an error answers for its own range alone
-                    left_queue()
+                self._budget.give_back(cost)  # an error answers for its own arena range alone
                 raise
         except _OutOfOrder:
             raise
@@ -208,8 +209,13 @@ class AppendStream:
             raise InvalidRequest("a message has its payload in the arena or in itself, not both", argument="arena")
         return self._arenas.range(named)
 
-    def _left_arena(self, sequence: int, size: int) -> None:
+    def _left_queue(self, sequence: int, arena_bytes: int, cost: int) -> None:
         """The shard's thread: the bytes of request ``sequence``, and of all before it, are read for the last time."""
+        self._budget.give_back(cost)
+        if arena_bytes:
+            self._left_arena(sequence, arena_bytes)
+
+    def _left_arena(self, sequence: int, size: int) -> None:
         self._released_through = max(self._released_through, sequence)
         self._released_bytes += size
         # At durability written and synced the answer itself is enough.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 import trace_client
@@ -103,10 +104,12 @@ for call in (
     lambda: writer.append("t", 2, rows),
     writer.flush,
     lambda: writer.seal("t", tokens=2, prompt_tokens=0),
+    writer.close,
     lambda: trace_client.connect(sys.argv[1]),
 ):
     refused = in_child(call)
     assert isinstance(refused, Unsupported) and "spawn" in str(refused), refused
+assert in_child(client.close) is None
 for number in range(30):
     writer.append("t", 1 + number, rows)
     assert in_child(lambda: sum(range(10_000))) == 49_995_000
@@ -122,6 +125,27 @@ def test_forked_children_are_told_and_live(server: Any) -> None:
         [sys.executable, "-c", FORKING, server.address], capture_output=True, text=True, timeout=60, check=False
     )
     assert finished.stdout == "done\n", finished.stderr
+
+
+@pytest.mark.parametrize("flushed", [True, False])
+def test_a_writer_that_outlives_its_client_says_what_matters(new_server: Any, flushed: bool) -> None:
+    server, site = new_server().start(), Site(0, "k", 64)
+    client = trace_client.connect(server.address)
+    client.register("closing", [site])
+    writer = client.writer("closing", "p")
+    row = {site: (np.zeros((1, 1, 8), np.uint8), np.zeros((1, 4), np.uint8), 1.0)}
+    writer.append("t", 0, row)
+    writer.flush()
+    if flushed:
+        client.close()
+        writer.close()
+        return
+    server.pause()
+    writer.append("t", 1, row)
+    client.close()
+    with pytest.raises(InvalidRequest, match="closed"):
+        writer.close()
+    server.resume()
 
 
 def test_a_hanging_server_is_a_deadline(new_server: Any) -> None:

@@ -362,3 +362,17 @@ def test_short_messages_that_wait_go_together_where_the_server_takes_that() -> N
     for message in (b"a", b"b", long, b"c", None):
         requests.put(message)
     assert list(requests) == [b"ab", long, b"c"]
+
+
+def test_at_durability_memory_a_refused_append_costs_its_own_rows_and_the_seal_says_so(
+    client: Any, run: str, sites: Any, records: Any
+) -> None:
+    writer = client.writer(run, "p", "memory")
+    writer.append("t", 0, records(4, seed=0))
+    writer.append("t", 0, records(4, seed=1))
+    for start in range(4, 20, 4):
+        writer.append("t", start, records(4, seed=start))
+    writer.flush()
+    with pytest.raises(Conflict):
+        writer.seal("t", tokens=21, prompt_tokens=0)
+    assert writer.seal("t", tokens=21, prompt_tokens=0).holes == ()

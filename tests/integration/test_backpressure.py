@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ import pytest
 import trace_client
 from tests.integration.bulk import MIB, WIDE, GatedServer, is_serving, rss_bytes, wait_until, wide_rows
 from trace_client import stream as stream_module
+from trace_server import append as append_module
 from trace_store.errors import DeadlineExceeded
+from trace_store.segment import writer as segment_writer
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 
@@ -66,6 +69,58 @@ class TestStuckDisk:
             writer.seal("t", tokens=32_001, prompt_tokens=0)
             batch = client.reader("r", "p").read([("t", 31_800, 32_000)])
             assert (batch.planes[WIDE] == wide_rows(200, 159)[WIDE][0]).all()
+
+    @pytest.mark.parametrize("arena", ["off", "required"])
+    def test_small_appends_are_bounded_by_what_they_cost_and_not_by_their_payload(
+        self, gated: GatedServer, monkeypatch: pytest.MonkeyPatch, arena: str
+    ) -> None:
+        monkeypatch.setattr(append_module, "REQUEST_BYTES", MIB)  # 64 in the queue instead of 16,384
+        monkeypatch.setattr(stream_module, "UNANSWERED_MAX", 50)
+        with trace_client.connect(gated.address, arena=arena, arena_bytes=16 * MIB) as client:
+            client.register("r", [WIDE])
+            writer = client.writer("r", "p", "memory")
+            writer.append("t", 0, wide_rows(1))
+            writer.flush()
+            gated.gate.clear()
+            sent = [0]
+
+            def append_all() -> None:
+                for number in range(1, 1000):
+                    writer.append("t", number, wide_rows(1))
+                    sent[0] = number
+
+            producer = threading.Thread(target=append_all)
+            producer.start()
+            before = -1
+            while before != sent[0]:  # it moves on for as long as there is room
+                before = sent[0]
+                producer.join(0.5)
+            assert 64 <= sent[0] < 150
+            assert is_serving(gated.address, 1.0)
+            gated.gate.set()
+            producer.join(60)
+            writer.seal("t", tokens=1001, prompt_tokens=0)
+            assert writer.stored == 1000
+
+    def test_a_slow_disk_that_goes_on_is_no_deadline(self, gated: GatedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each answer comes in time, all of them take longer than one answer may."""
+        with trace_client.connect(gated.address) as client:
+            client.register("r", [WIDE])
+            writer = client.writer("r", "p", "written")
+            writer.append("t", 0, wide_rows(1))
+            writer.flush()
+            monkeypatch.setattr(stream_module, "ANSWER_TIMEOUT_S", 0.6)
+            delayed = segment_writer._write_all
+
+            def slow(*arguments: Any) -> int:
+                time.sleep(0.2)  # the disk's time
+                return delayed(*arguments)
+
+            monkeypatch.setattr(segment_writer, "_write_all", slow)
+            for number in range(1, 9):
+                writer.append("t", number, wide_rows(1))
+            writer.flush()
+            assert writer.stored == 9
 
     def test_a_deadline_shorter_than_the_write_is_typed_and_the_retry_finds_it_done(
         self, gated: GatedServer, monkeypatch: pytest.MonkeyPatch

@@ -175,6 +175,30 @@ def test_what_the_client_cannot_open_comes_from_the_server(
     assert [pieces > 0 and again > 0 for pieces, again in read_there] == [True]
 
 
+def test_every_partition_is_read_from_its_own_files(
+    new_server: Callable[..., Any], sites: Any, records: Any, read_there: list[tuple[int, int]]
+) -> None:
+    """The first segments of all partitions have one name."""
+    server = new_server().start()
+    steps = [f"step-{number}" for number in range(3)]
+    with trace_client.connect(server.address) as client:
+        client.register("r", sites)
+        for number, step in enumerate(steps):
+            with client.writer("r", step) as writer:
+                writer.append("t", 0, records(8, seed=number))
+                writer.seal("t", tokens=9, prompt_tokens=0)
+    assert server.terminate() == 0  # seals the open segments
+    server.start()
+    with trace_client.connect(server.address, data_dir=server.data) as client:
+        for _ in range(2):
+            for number, step in enumerate(steps):
+                batch = client.reader("r", step).read([("t", 0, 8)])
+                for site, (planes, _, _) in records(8, seed=number).items():
+                    assert (batch.planes[site] == planes).all()
+    assert len(read_there) == 6
+    assert all(pieces > 0 and again == 0 for pieces, again in read_there)
+
+
 def test_a_foreign_directory_is_refused(filled: Any, new_server: Callable[..., Any], tmp_path: Path) -> None:
     other = new_server().start()
     with pytest.raises(InvalidRequest, match="not the data directory of the server") as caught:
