@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trace_client.arena import Arena, Arenas
+from trace_store.arena import ARENA_BYTES_MAX
 from trace_store.errors import DataLoss
 from trace_store.record import Site, TokenSpan
 
@@ -149,14 +150,17 @@ class Buffers:
         return np.frombuffer(self._memory.data, np.uint8)
 
     def arena(self, arenas: Arenas, size: int) -> Arena | None:
-        """An arena of ``size`` bytes or more with the server of ``arenas``, None where there is none."""
+        """An arena of ``size`` bytes or more with the server of ``arenas``, None where there is none so large."""
         known = self._arena
         if known is not None and (self._arenas is not arenas or known.size < size or not known.alive):
             self.drop_arena()
         if self._arena is None:
             # A quarter more than asked for: microbatches differ in length, and growing means a new arena.
+            wanted = -(-max(size + size // 4, 1) // GROWTH_BYTES) * GROWTH_BYTES
+            if size > ARENA_BYTES_MAX:
+                return None
             self._arenas = arenas
-            self._arena = arenas.attach(-(-max(size + size // 4, 1) // GROWTH_BYTES) * GROWTH_BYTES)
+            self._arena = arenas.attach(min(wanted, ARENA_BYTES_MAX))
         return self._arena
 
     def drop_arena(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import trace_client
 from trace_store import Site, TokenSpan
+from trace_store.arena import ARENA_BYTES_MAX
 from trace_store.errors import InvalidRequest, NotFound
 
 
@@ -140,3 +142,13 @@ def test_thousands_of_spans_in_one_read(client: Any, run: str, rows: Any, sites:
     batch = client.reader(run, "p").read(spans, [site])
     assert batch.planes[site].tobytes() == planes[::-1].tobytes()
     assert batch.valid[site].all()
+
+
+def test_a_read_too_large_for_an_arena_comes_over_the_connection() -> None:
+    asked: list[int] = []
+    arenas: Any = SimpleNamespace(attach=lambda size: asked.append(size))
+    buffers = trace_client.Buffers()
+    assert buffers.arena(arenas, ARENA_BYTES_MAX + 1) is None
+    assert asked == []
+    buffers.arena(arenas, ARENA_BYTES_MAX - 1)
+    assert asked == [ARENA_BYTES_MAX]
