@@ -260,6 +260,19 @@ def test_threads_share_a_writer(client: Any, run: str, records: Any) -> None:
 class TestServerGone:
     """A server that dies or hangs under a writer. What was not answered may or may not be stored; repeating tells."""
 
+    def test_a_seal_waits_for_a_server_that_comes_back(self, new_server: Any, sites: Any, records: Any) -> None:
+        server = new_server().start()
+        with trace_client.connect(server.address) as client:
+            client.register("r", sites)
+            writer = client.writer("r", "p")
+            writer.append("t", 0, records(8))
+            writer.flush()
+            server.kill()
+            back = threading.Timer(0.3, server.start)
+            back.start()
+            assert writer.seal("t", tokens=9, prompt_tokens=0).tokens == 9
+            back.join()
+
     def test_killed_mid_append_repeated_append_counts_duplicates(
         self, new_server: Any, sites: Any, records: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
