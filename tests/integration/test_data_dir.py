@@ -96,12 +96,13 @@ def test_random_reads_give_the_same_bytes_as_the_server(
         assert client.describe()["reads"] == "files"
         assert str(filled.data) in client.describe()["reads_reason"]
         there, here, buffers = client.reader("r", "p"), plain.reader("r", "p"), Buffers()
+        before = open_segments(os.getpid())  # of servers that earlier tests ran in this process
         for _ in range(25):
             spans, chosen = random_spans(chance), chance.sample(sites, chance.randrange(1, len(sites) + 1))
             assert_same(here.read(spans, chosen), there.read(spans, chosen, out=buffers))
         assert sum(pieces for pieces, _ in read_there) > 500
         assert not any(again for _, again in read_there)
-        assert not open_segments(os.getpid()), "a released segment would stay on the disk"
+        assert open_segments(os.getpid()) <= before, "a released segment would stay on the disk"
         assert there.read([("t5", 8, 16)]).valid[sites[0]].all(), "the open segment comes from the server"
 
 

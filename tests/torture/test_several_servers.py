@@ -76,7 +76,7 @@ class Rollout(threading.Thread):
         seed = self._write(client, partition, trajectory, 0)
         if self._chance.random() < 0.25 and client.release(RUN, partition, [trajectory]) >= 0:
             reached = all(endpoint.healthy for endpoint in client._fleet.endpoints)
-            self.outcome.pop((partition, trajectory))
+            self.outcome.pop((partition, trajectory), None)
             self.releases += 1
             if reached:
                 self._write(client, partition, trajectory, seed + 1)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 import trace_client
-from tests.tier.conftest import QUICK, S3Server, eventually, s3, s3_process, url
+from tests.tier.conftest import S3Server, eventually, s3, s3_process, url
 from trace_store import Site, TokenSpan
 from trace_store.engine import Engine
 from trace_store.errors import TraceStoreError
@@ -132,7 +132,7 @@ def test_random_kills_of_servers_and_store_lose_nothing(
             sealed.extend(rollout.sealed)
         time.sleep(3)  # the last open segments are rolled 2 s after their seals
         eventually(lambda: all(is_idle(server) for server in servers), "upload of everything", 120)
-        reader = Engine(tmp_path / f"reader-{number}", "c", objects=ObjectStore(url, QUICK))
+        reader = Engine(tmp_path / f"reader-{number}", "c", objects=ObjectStore(url))
         try:
             bad = [(item, what) for item in sealed if (what := wrong(reader, *item))]
         finally:
