@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -67,12 +68,23 @@ def test_a_full_disk_refuses_serves_and_works_again_after_a_release(kind: str, m
     engine.close()
 
 
-def disk_bytes(path: Path) -> int:
-    """Size of a file that may be renamed at any moment."""
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+def kill_with_an_open_segment_that_has_no_room(disk: Path, start_load: Any) -> Any:
+    """Fill the disk under a load and kill it, again until what it leaves open is larger than what is free."""
+    for seed in range(1, 30):
+        with open(disk / "ballast", "wb", buffering=0) as ballast:
+            load = start_load(disk / "data", "p", seed)
+            load.run_for(0.4)
+            with contextlib.suppress(OSError):
+                while True:
+                    ballast.write(bytes(4096))
+            load.run_for(0.1)
+            messages = load.kill()
+        left = max((path.stat().st_size for path in (disk / "data").rglob("*.open")), default=0)
+        if count(messages, "failed") and left > shutil.disk_usage(disk).free:
+            return messages
+        (disk / "ballast").unlink()
+        shutil.rmtree(disk / "data")
+    raise AssertionError("no try left a segment open on a full disk")
 
 
 def test_a_killed_store_starts_on_a_full_disk_and_seals_what_was_open_once_there_is_room(
@@ -80,18 +92,7 @@ def test_a_killed_store_starts_on_a_full_disk_and_seals_what_was_open_once_there
 ) -> None:
     monkeypatch.setattr(repair, "UNSEALED_RETRY_S", 0.1)
     disk = make_tmpfs("size=3m")
-    ballast = disk / "ballast"
-    load = start_load(disk / "data", "p", 1)
-    deadline = time.monotonic() + 30
-    while max((disk_bytes(path) for path in (disk / "data").rglob("*.open")), default=0) < 200_000:
-        assert time.monotonic() < deadline, "too little was written to leave a segment open that has no room"
-        load.run_for(0.1)
-    with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-    load.run_for(0.1)
-    messages = load.kill()
-    assert count(messages, "failed") > 0
+    messages = kill_with_an_open_segment_that_has_no_room(disk, start_load)
     for _ in range(2):
         engine = Engine(disk / "data")
         try:
@@ -104,7 +105,7 @@ def test_a_killed_store_starts_on_a_full_disk_and_seals_what_was_open_once_there
     try:
         left = list((disk / "data" / "runs").rglob("*.open"))
         assert left
-        ballast.unlink()
+        (disk / "ballast").unlink()
         append(engine, "u", 0, 4)  # wakes the writer, which then finds room
         deadline = time.monotonic() + 30
         while any(path.exists() for path in left):
