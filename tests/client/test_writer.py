@@ -264,13 +264,13 @@ class TestServerGone:
         server = new_server().start()
         with trace_client.connect(server.address) as client:
             client.register("r", sites)
-            writer = client.writer("r", "p")
-            writer.append("t", 0, records(8))
-            writer.flush()
+            with client.writer("r", "p") as writer:
+                writer.append("t", 0, records(8))
+            sealer = client.writer("r", "p")  # without a stream, whose resumption would wait for the server
             server.kill()
             back = threading.Timer(0.3, server.start)
             back.start()
-            assert writer.seal("t", tokens=9, prompt_tokens=0).tokens == 9
+            assert sealer.seal("t", tokens=9, prompt_tokens=0).tokens == 9
             back.join()
 
     def test_killed_mid_append_repeated_append_counts_duplicates(
