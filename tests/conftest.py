@@ -102,10 +102,16 @@ class ServerProcess:
 
     def pause(self) -> None:
         """SIGSTOP: the server hangs, its connections stay open."""
-        os.kill(self.pid, signal.SIGSTOP)
+        stop_child(self.pid)
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
+
+
+def stop_child(pid: int) -> None:
+    """SIGSTOP a child and wait until all of its threads stand still; until then a thread can still answer."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -110,8 +111,11 @@ def open_read(channel: Any, run: str, spans: list[tuple[str, int, int]]) -> Any:
 
 def open_segments(pid: int) -> int:
     """Segment files that a process has open."""
-    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
-    return sum(link.endswith((".arrow", ".open")) for link in links)
+    count = 0
+    for entry in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed since the listing
+            count += os.readlink(f"/proc/{pid}/fd/{entry}").endswith((".arrow", ".open"))
+    return count
 
 
 def metric(address: str, name: str) -> float:

@@ -5,8 +5,6 @@ The long versions are in tests/torture.
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -227,7 +225,7 @@ class TestServerRestarts:
             producer = threading.Thread(target=append_all)
             producer.start()
             assert halfway.wait(30)
-            os.kill(server.pid, signal.SIGSTOP)  # so that some of it is surely unanswered
+            server.pause()  # so that some of it is surely unanswered
             server.kill()
             server.start()
             producer.join(60)

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import stop_child
 from tests.tier.proxy import Proxy
 from trace_store import Site, TokenSpan
 from trace_store.engine import Engine
@@ -111,7 +112,7 @@ class S3Server:
     def pause(self) -> None:
         """SIGSTOP: connections stay open, nothing answers."""
         assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        stop_child(self._process.pid)
 
     def resume(self) -> None:
         assert self._process is not None
