@@ -11,9 +11,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
+import numpy.typing as npt
 
 from trace_store.fetch import OpenSegment, Slice, Undelivered, fetch
-from trace_store.gather import Places, file_order, gather, select
+from trace_store.gather.gather import gather
+from trace_store.gather.places import Places, file_order, select
 from trace_store.planner import Missing, ReadPlan
 from trace_store.record import TokenSpan
 from trace_store.rescue import Rescue
@@ -66,19 +68,17 @@ class Read:
         """Serve pieces into memory (``trace_store.gather``); positions of those that went to ``missing`` instead."""
         rescue = self._rescue(pieces, gather(pieces, self._segments, target, places))
         while (attempt := rescue.next()) is not None:
-            chosen = attempt.positions
-            there = Places(places.codes[chosen], places.scales[chosen], places.tensor[chosen])
+            there = places.select(attempt.positions)
             self._settle(rescue.settle(attempt, gather(attempt.plan, attempt.sources, target, there)))
         return self._miss(pieces, rescue)
 
-    def policy_versions(self, pieces: ReadPlan) -> list[int]:
+    def policy_versions(self, pieces: ReadPlan) -> npt.NDArray[np.uint64]:
         """Weights that produced each piece."""
         versions = np.zeros(len(pieces.row), np.uint64)
         for number in np.unique(pieces.segment):
             chosen = pieces.segment == number
             versions[chosen] = self._segments[int(number)].index.rows["policy_version"][pieces.row[chosen]]
-        found: list[int] = versions.tolist()
-        return found
+        return versions
 
     def close(self) -> None:
         for segment in self._segments.values():

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trace_store.fetch import OpenSegment, Undelivered
-from trace_store.gather import select
+from trace_store.gather.places import select
 from trace_store.planner import MissingReason, ReadPlan
 
 _REASONS = (MissingReason.DATA_LOSS, MissingReason.STORAGE_FAILED)

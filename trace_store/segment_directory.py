@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from trace_store.errors import DataLoss, InvalidRequest, TraceStoreError
 from trace_store.fetch import OpenSegment
-from trace_store.gather import Places, file_order, gather, select
+from trace_store.gather.gather import gather
+from trace_store.gather.places import Places, file_order, select
 from trace_store.naming import directory_name
 from trace_store.planner import ReadPlan
 from trace_store.record import Site

@@ -36,25 +36,63 @@ async def send(context: Any, message: bytes) -> None:
 
 
 async def begin(context: Any) -> None:
-    """Send the initial metadata, once, before ``send_bounded``: a write that is given up leaves open whether it took
-    them along, and a status could then not be sent. Raises CancelledError as ``send``."""
+    """Send the initial metadata, once, before a bounded write: one that is given up leaves open whether it took them
+    along, and a status could then not be sent. Raises CancelledError as ``send``."""
     try:
         await context.send_initial_metadata(())
     except grpc.aio.InternalError:
         raise asyncio.CancelledError from None
 
 
-async def send_bounded(context: Any, message: bytes) -> None:
-    """``send`` that gives up on a client that reads nothing.
+class BoundedSender:
+    """Sends messages of a call, and gives up on a client that reads nothing. Use ``async with``, in the call's task.
 
-    Raises:
-        ReaderStalled: says what to do.
-        asyncio.CancelledError: as ``send``.
+    One timer watches all messages: ``wait_for`` made a task and a timer for each, 50 us a message.
     """
-    try:
-        await asyncio.wait_for(send(context, message), STALLED_READER_S)
-    except asyncio.TimeoutError:
-        raise ReaderStalled(
-            f"the reader took nothing for {STALLED_READER_S:g} s and was cut off;"
-            " repeat the read, with fewer spans if it cannot take them as fast as they come"
-        ) from None
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._waits_since: float | None = None
+        self._stalled = False
+
+    async def __aenter__(self) -> BoundedSender:
+        await begin(self._context)
+        self._task: Any = asyncio.current_task()
+        self._timer = self._loop.call_later(STALLED_READER_S, self._look)
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        self._timer.cancel()
+
+    async def send(self, message: bytes) -> None:
+        """Write a message.
+
+        Raises:
+            ReaderStalled: says what to do.
+            asyncio.CancelledError: as the function ``send``.
+        """
+        self._waits_since = self._loop.time()
+        try:
+            await send(self._context, message)
+        except asyncio.CancelledError:
+            if not self._stalled:
+                raise
+            if hasattr(self._task, "uncancel"):  # Python 3.11 counts cancellations
+                self._task.uncancel()
+            raise ReaderStalled(
+                f"the reader took nothing for {STALLED_READER_S:g} s and was cut off;"
+                " repeat the read, with fewer spans if it cannot take them as fast as they come"
+            ) from None
+        finally:
+            self._waits_since = None
+
+    def _look(self) -> None:
+        left = STALLED_READER_S
+        if self._waits_since is not None:
+            left += self._waits_since - self._loop.time()
+        if left <= 0:
+            self._stalled = True
+            self._task.cancel()
+        else:
+            self._timer = self._loop.call_later(left, self._look)

@@ -12,13 +12,13 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from trace_server import listing, read
+from trace_server import frames, listing, read
 from trace_server.append import AppendStream
 from trace_server.arena import ATTACH_TIMEOUT_S, Arenas
 from trace_server.flow import ByteBudget
 from trace_server.futures import wait_for
 from trace_server.metrics import Metrics
-from trace_server.sending import ReaderStalled, begin, send, send_bounded
+from trace_server.sending import BoundedSender, ReaderStalled, send
 from trace_server.status import abort
 from trace_store import wire
 from trace_store.engine import Engine
@@ -164,17 +164,16 @@ class TraceStoreService:
             run = request.run
             opened = await self._open_read(request)
             with opened:
-                if request.name_stored or not request.HasField("target"):
-                    await begin(context)
-                if request.name_stored:
-                    await self._name_stored(opened, run, context)
-                if request.HasField("target"):
+                in_arena = request.HasField("target")
+                if request.name_stored or not in_arena:
+                    async with BoundedSender(context) as sender:
+                        if request.name_stored:
+                            await self._name_stored(opened, run, sender)
+                        if not in_arena:
+                            await self._send_frames(opened, run, sender)
+                if in_arena:
                     async for encoded in self._read_into_arena(opened, request):
                         await send(context, encoded)
-                else:
-                    async with aclosing(self._read_frames(opened, run)) as frames:
-                        async for encoded in frames:
-                            await send_bounded(context, encoded)
         except TraceStoreError as error:
             if isinstance(error, ReaderStalled):
                 self._metrics.stalled_readers.inc()
@@ -185,32 +184,32 @@ class TraceStoreService:
         self._metrics.read_seconds.observe(time.perf_counter() - started)
         return None
 
-    async def _read_frames(self, opened: Read, run: str) -> AsyncGenerator[bytes, None]:
-        pieces = read.frames(opened, self._engine.sites(run))
-        made = asyncio.ensure_future(read.on_thread(next, pieces, None))
+    async def _send_frames(self, opened: Read, run: str, sender: BoundedSender) -> None:
+        made = frames.batches(opened, self._engine.sites(run))
+        following = asyncio.ensure_future(read.on_thread(next, made, None))
         try:
-            while (item := await made) is not None:
-                encoded, size, rows = item
-                made = asyncio.ensure_future(read.on_thread(next, pieces, None))  # while gRPC sends this one
-                self._metrics.read_bytes.inc(size)
-                self._metrics.read_rows.inc(rows)
-                yield encoded
+            while (batch := await following) is not None:
+                following = asyncio.ensure_future(read.on_thread(next, made, None))  # while gRPC sends this one
+                await self._send_batch(batch, sender)
         finally:
-            await asyncio.wait([made])  # it reads from files that the caller closes next
+            await asyncio.wait([following])  # it reads from files that the caller closes next
 
-    async def _name_stored(self, opened: Read, run: str, context: Any) -> None:
-        messages, size, rows = await read.on_thread(read.stored_frames, opened, self._engine.sites(run))
-        self._metrics.read_bytes.inc(size)
-        self._metrics.read_rows.inc(rows)
-        for encoded in messages:
-            await send_bounded(context, encoded)
+    async def _name_stored(self, opened: Read, run: str, sender: BoundedSender) -> None:
+        await self._send_batch(await read.on_thread(read.stored_batch, opened, self._engine.sites(run)), sender)
+
+    async def _send_batch(self, batch: frames.Batch, sender: BoundedSender) -> None:
+        self._metrics.read_bytes.inc(batch.size)
+        self._metrics.read_rows.inc(batch.rows)
+        for position, encoded in enumerate(batch.messages):
+            batch.messages[position] = b""  # a message that is sent is not kept for the rest of its batch
+            await sender.send(encoded)
 
     async def _read_into_arena(self, opened: Read, request: Any) -> AsyncGenerator[bytes, None]:
         arena = self._arenas.whole(request.target.arena)
         size, rows = await read.fill_arena(opened, request, self._engine.sites(request.run), arena)
         self._metrics.read_bytes.inc(size)
         self._metrics.read_rows.inc(rows)
-        for encoded in read.missing_frames(opened):
+        for encoded in frames.missing_frames(opened):
             yield encoded
 
     async def attach_arena(self, requests: AsyncIterator[bytes], context: Any) -> None:

@@ -10,7 +10,7 @@ import pytest
 from trace_store import TokenSpan
 from trace_store.checksum import group_checksums, trajectory_seed
 from trace_store.chunk import Chunk, RecordGroup
-from trace_store.gather import Places
+from trace_store.gather.places import Places
 from trace_store.shape import group_shape
 from trace_store.testing.records import make_rows
 

@@ -23,10 +23,18 @@ class Gone:
 
 
 class Stuck:
-    """The context of a call whose client reads nothing."""
+    """The context of a call whose client reads nothing after the metadata."""
+
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        pass
 
     async def write(self, message: bytes) -> None:
         await asyncio.Event().wait()
+
+
+async def send_bounded(context: Any) -> None:
+    async with sending.BoundedSender(context) as sender:
+        await sender.send(b"x")
 
 
 @pytest.mark.parametrize(
@@ -34,10 +42,10 @@ class Stuck:
     [
         lambda context: sending.begin(context),
         lambda context: sending.send(context, b"x"),
-        lambda context: sending.send_bounded(context, b"x"),
+        lambda context: send_bounded(context),
         lambda context: status.abort(context, NotFound("no such run")),
     ],
-    ids=["begin", "send", "send_bounded", "abort"],
+    ids=["begin", "send", "bounded send", "abort"],
 )
 def test_a_client_that_is_gone_cancels_the_handler(call: Any) -> None:
     """gRPC takes a cancelled handler quietly and logs a traceback for any other exception."""
@@ -54,7 +62,27 @@ def test_a_client_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
 
     async def run() -> None:
         with pytest.raises(DeadlineExceeded, match="repeat the read") as caught:
-            await sending.send_bounded(Stuck(), b"x")
+            await send_bounded(Stuck())
         assert isinstance(caught.value, ReaderStalled)
+        await asyncio.sleep(0)  # the handler goes on, to send the status: it is not cancelled any more
 
     asyncio.run(run())
+
+
+def test_a_reader_that_takes_each_message_late_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is on one message, not on the read."""
+    monkeypatch.setattr(sending, "STALLED_READER_S", 0.2)
+    sent: list[bytes] = []
+
+    class Slow(Stuck):
+        async def write(self, message: bytes) -> None:
+            await asyncio.sleep(0.05)
+            sent.append(message)
+
+    async def run() -> None:
+        async with sending.BoundedSender(Slow()) as sender:
+            for _ in range(8):
+                await sender.send(b"x")
+
+    asyncio.run(run())
+    assert len(sent) == 8

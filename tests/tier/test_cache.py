@@ -14,7 +14,7 @@ from tests.tier.test_reading import segment_keys
 from tests.tier.test_upload import refuse_all
 from trace_store import TokenSpan
 from trace_store.errors import StorageFailed, StorageFull
-from trace_store.gather import Places
+from trace_store.gather.places import Places
 from trace_store.retention import DISK_BYTES_MIN, Limits
 from trace_store.storage.s3 import ObjectStore
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 
 from trace_store.checksum import RowKind
 from trace_store.chunk import RecordGroup
+from trace_store.segment.align import lead_bytes
 from trace_store.segment.index import ROW, SegmentIndex
 from trace_store.segment.schema import COLUMNS
 from trace_store.shape import GroupShape, Offsets
@@ -34,6 +35,7 @@ class BatchTemplate:
     Attributes:
         batch: what to write after ``fill``.
         blanks: addresses of the batch's blank codes, scales and tensor scales.
+        lead_bytes: bytes of its body before the codes.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class BatchTemplate:
             for name, kind in COLUMNS
         ]
         self.batch = pa.RecordBatch.from_arrays(arrays, schema=schema)
+        self.lead_bytes = lead_bytes(self.batch)
 
     def fill(self, groups: Sequence[RecordGroup], index: SegmentIndex) -> npt.NDArray[np.void]:
         """Put a chunk's keys into the batch, which holds until the next call. Returns new index rows; their offsets

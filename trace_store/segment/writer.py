@@ -29,6 +29,7 @@ import zstandard
 from trace_store.checksum import NO_SITE, RowKind, record_checksum, trajectory_seed
 from trace_store.chunk import Chunk, iterate_records, shape_of
 from trace_store.errors import StorageFailed, StorageFull, TraceStoreError
+from trace_store.segment.align import lead_bytes, padding
 from trace_store.segment.columns import BatchTemplate
 from trace_store.segment.index import ROW, SegmentIndex
 from trace_store.segment.reserve import Reservation
@@ -154,7 +155,9 @@ class SegmentWriter:
         template, scales = self._template(chunk, compress)
         rows = template.fill(chunk.groups, self.index)
         content = (chunk.codes, scales, chunk.tensor_scales)
-        places = self._write_batch(template.batch, dict(zip(template.blanks, content, strict=True)))
+        places = self._write_batch(
+            template.batch, template.lead_bytes, dict(zip(template.blanks, content, strict=True))
+        )
         template.place(rows, places)
         self.index.extend(rows)
         return rows
@@ -188,15 +191,18 @@ class SegmentWriter:
         """Write a record batch with the segment's columns and return its index rows."""
         if self.abandoned is not None:
             raise self.abandoned
-        places = self._write_batch(batch)
+        places = self._write_batch(batch, lead_bytes(batch))
         rows = index_rows(batch, lambda buffer: places[buffer.address], self.index)
         self.index.extend(rows)
         return rows
 
-    def _write_batch(self, batch: pa.RecordBatch, content: Mapping[int, Any] | None = None) -> dict[int, int]:
-        """Write a batch, with ``content`` in place of its buffers at some addresses; file positions by address."""
+    def _write_batch(
+        self, batch: pa.RecordBatch, lead: int, content: Mapping[int, Any] | None = None
+    ) -> dict[int, int]:
+        """Write a batch, with ``content`` in place of its buffers at some addresses; file positions by address.
+        ``lead``: its ``lead_bytes``."""
         self._sink.content = content or {}
-        self._arrow.write_batch(batch)
+        self._arrow.write_batch(batch, custom_metadata=padding(self._sink.position, lead))
         places = self._sink.places
         self._flush()
         return places

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trace_store.engine import Engine
-from trace_store.gather import Places
+from trace_store.gather.places import Places
 from trace_store.planner import Missing
 from trace_store.record import TokenSpan
 
