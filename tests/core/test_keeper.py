@@ -306,7 +306,7 @@ def test_failed_deletions_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> No
             raise OSError("not yet")
 
     deleter.submit("job", job)
-    assert deleter.drain(10)
+    assert deleter.drain(30)
     assert len(tries) == 3
     deleter.close()
 
@@ -320,5 +320,5 @@ def test_a_hanging_deletion_holds_one_thread_only() -> None:
     deleter.submit("last", done.set)
     assert done.wait(10)
     release.set()
-    assert deleter.drain(10)
+    assert deleter.drain(30)
     deleter.close()

@@ -62,7 +62,7 @@ def test_an_emptied_bucket_takes_nothing_off_the_disk_and_is_filled_again(
     for segment in segments(full):
         assert full.tier.evict(segment) == 0
     full.engine._keeper.tick()
-    assert full.engine._volume.deleter.drain(10)
+    assert full.engine._volume.deleter.drain(30)
     assert (local_bytes(full), full.tier.status().evicted) == (held, 0)
     full.tier.follow()
     assert all_there(full)
@@ -72,7 +72,7 @@ def test_an_emptied_bucket_takes_nothing_off_the_disk_and_is_filled_again(
     assert all_there(second)
     full.tier.follow()  # the new bucket has everything: from now on a lack in it is a release
     second.engine.release("run", "step-5").result(30)
-    assert second.engine._volume.deleter.drain(10)
+    assert second.engine._volume.deleter.drain(30)
     full.tier.follow()
     assert full.reasons("t5", TOKENS, "step-5") == {"RELEASED"}
     full.engine._keeper.tick()

@@ -14,7 +14,7 @@ import trace_client
 from tests.tier.conftest import PARTITION, RUN, TABLE, S3Server, Sidecar, eventually
 from tests.tier.test_reading import segment_keys
 from trace_store.errors import Incomplete, StorageFailed
-from trace_store.storage.s3 import CredentialsRefused, ObjectStore
+from trace_store.storage.s3 import READ_TIMEOUT_S, CredentialsRefused, ObjectStore
 from trace_store.testing.records import make_chunk
 from trace_store.tier.marks import IDENTITY_FILE
 
@@ -24,7 +24,7 @@ Make = Callable[..., Sidecar]
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trace_store.storage.s3.PAUSE_S", 0.2)
-    monkeypatch.setattr("trace_store.tier.joining.KNOWN_WAIT_S", 0.5)
+    monkeypatch.setattr("trace_store.tier.joining.KNOWN_WAIT_S", 30.0)  # one that is killed refuses at once
     monkeypatch.setattr("trace_store.tier.joining.START_WAIT_S", 0.0)
     monkeypatch.setattr("trace_store.tier.tier.JOIN_RETRY_S", 0.1)
     monkeypatch.setattr("trace_store.tier.tier.RELIST_S", 0.0)
@@ -35,7 +35,7 @@ def evict_all(sidecar: Sidecar, partition: str) -> None:
     with sidecar.engine.catalog_lock:
         for segment in list(sidecar.engine.snapshot_runs()[0].partitions[partition].segments.values()):
             sidecar.tier.evict(segment)
-    assert sidecar.engine._volume.deleter.drain(10)
+    assert sidecar.engine._volume.deleter.drain(30)
 
 
 def joined(sidecar: Sidecar) -> bool:
@@ -156,7 +156,7 @@ def test_what_another_server_released_meanwhile_goes_at_the_join(away: Sidecar, 
     s3.start()
     other = sidecar("b")
     assert other.engine.release(RUN, PARTITION).result(30) == 1
-    assert other.engine._volume.deleter.drain(10)
+    assert other.engine._volume.deleter.drain(30)
     eventually(lambda: joined(away), "join")
     away.tier.follow()
     assert away.reasons("here") == {"RELEASED"}
@@ -164,7 +164,11 @@ def test_what_another_server_released_meanwhile_goes_at_the_join(away: Sidecar, 
     assert other.reasons("here") == {"RELEASED"}
 
 
-def test_a_store_that_hangs_holds_neither_start_nor_stop_up(sidecar: Make, s3: S3Server) -> None:
+def test_a_store_that_hangs_holds_neither_start_nor_stop_up(
+    sidecar: Make, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trace_store.tier.joining.KNOWN_WAIT_S", 0.5)
+    monkeypatch.setattr("trace_store.tier.tier.CLOSE_UPLOAD_S", 0.5)
     first = sidecar("a")
     first.write("t")
     first.upload()
@@ -175,10 +179,10 @@ def test_a_store_that_hangs_holds_neither_start_nor_stop_up(sidecar: Make, s3: S
     assert again.reasons("t") == set()
     again.write("u")
     again.engine.close()
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 2 * READ_TIMEOUT_S
     s3.resume()
     last = sidecar("a")
-    assert joined(last)
+    eventually(lambda: joined(last), "join")
     last.upload()
     assert sidecar("b").reasons("u") == set()
 
