@@ -49,12 +49,11 @@ def test_sigterm_finishes_and_syncs_what_was_accepted(new_server: Any, sites: An
 def stop_took(log: Path) -> float:
     """Seconds from the signal to the end of the stop by the server's log, without the end of its process."""
     begun, ended = (
-        next(line[: len("2026-11-30 10:48:36,286")] for line in log.read_text().splitlines() if word in line)
-        for word in (" stopping: ", " stopped")
+        datetime.strptime(line[: len("2026-11-30 10:48:36,286")], "%Y-%m-%d %H:%M:%S,%f")
+        for line in log.read_text().splitlines()
+        if " stopping: " in line or line.endswith(" stopped")
     )
-    return (
-        datetime.fromisoformat(ended.replace(",", ".")) - datetime.fromisoformat(begun.replace(",", "."))
-    ).total_seconds()
+    return (ended - begun).total_seconds()
 
 
 def append_until_refused(writer: Any, records: Any) -> None:

@@ -40,10 +40,12 @@ def samples(server: Any) -> dict[str, float]:
         assert time.monotonic() < deadline
 
 
-def eventually(condition: Callable[[], bool]) -> None:
+def eventually(condition: Callable[[], Any]) -> Any:
+    """The first true value of ``condition``."""
     deadline = time.monotonic() + WAIT_S
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < deadline
+    return value
 
 
 def test_traffic_is_counted_in_base_units(new_server: Any, sites: Any, records: Any) -> None:
@@ -126,9 +128,12 @@ def test_a_disk_that_cannot_be_asked_does_not_silence_the_rest(tmp_path: Path, m
         raise OSError(5, "input/output error")
 
     monkeypatch.setattr(engine, "usage", broken)
-    eventually(lambda: b"trace_store_usage_failed 1.0" in generate_latest(metrics.registry))
-    text = generate_latest(metrics.registry).decode()
-    assert "trace_store_usage_failed 1.0" in text
+
+    def failed() -> str:
+        text = generate_latest(metrics.registry).decode()
+        return text if "trace_store_usage_failed 1.0" in text else ""
+
+    text = eventually(failed)  # a scrape that could not wait for the answer has the last one
     assert "trace_store_seals_total 1.0" in text
     engine.close()
 

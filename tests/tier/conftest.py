@@ -41,8 +41,8 @@ PATIENT = Timeouts(connect=30.0, read=30.0, write=30.0)
 """What a store on a busy machine answers within."""
 
 QUICK = Timeouts(connect=1.0, read=2.0, write=2.0)
-"""For tests that wait for a store that hangs. One that is merely slow exceeds these too, so what such a test expects of a
-store that answers it has to expect eventually."""
+"""For tests that wait for a store that hangs. One that is merely slow exceeds these too: what such a test expects of a
+store that answers, it has to expect eventually."""
 
 START_TRIES = 4
 
