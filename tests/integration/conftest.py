@@ -194,7 +194,7 @@ def strace() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a Python program with faults injected into its system calls."""
     need_tools("strace")
 
-    def run(injections: list[str], *arguments: Any, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(injections: list[str], *arguments: Any, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         calls = sorted({injection.partition(":")[0] for injection in injections})
         command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={','.join(calls)}"]
         for injection in injections:

@@ -201,7 +201,7 @@ class TestClientsThatDie:
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.primary_user_agent", f"idle-{number}")]
             channels.append(grpc.insecure_channel(server.address, options))
         for channel in channels:
-            grpc.channel_ready_future(channel).result(10)
+            grpc.channel_ready_future(channel).result(30)
         assert rss_bytes(server.pid) - before < 100 * MIB // 2
         assert is_serving(server.address, 10.0)
         for channel in channels:

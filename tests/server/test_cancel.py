@@ -58,7 +58,7 @@ class InProcess:
             await asyncio.sleep(0.02)
             return any("AppendStream._read" in name(task) for task in asyncio.all_tasks())
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
 
     def cancel(self, which: str) -> int:
         """Cancel the tasks of calls in progress whose coroutine's name holds ``which``; how many."""
@@ -69,7 +69,7 @@ class InProcess:
                 task.cancel()
             return len(tasks)
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(30)
 
 
 def name(task: asyncio.Task[Any]) -> str:
@@ -105,7 +105,7 @@ def test_a_cancelled_task_of_a_stream_is_a_status_at_once(inside: InProcess, sit
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -30,8 +30,8 @@ from trace_store.storage.s3 import ObjectStore, Timeouts
 from trace_store.testing.records import make_chunk
 
 KEY, SECRET = "tracestore", "tracestore-secret"
-START_TIMEOUT_S = 60.0
-WAIT_S = 30.0
+START_TIMEOUT_S = 90.0
+WAIT_S = 60.0
 
 TABLE = (Site(0, "k", 64), Site(1, "moe_in", 512, form="b2"), Site(2, "moe_in", 2048))
 SITES = tuple(range(len(TABLE)))

@@ -115,13 +115,13 @@ def test_a_segment_that_is_released_while_it_is_fetched_leaves_no_file(
         content = read(self, *arguments)
         if threading.current_thread().name.startswith("trace-store-fetch"):
             fetching.set()
-            go_on.wait(30)
+            go_on.wait(200)
         return content
 
     monkeypatch.setattr(ObjectStore, "read", slow)
     for _ in range(3):
         assert second.reasons("t", 400) == set()
-    assert fetching.wait(10)
+    assert fetching.wait(30)
     releasing = first if elsewhere else second
     releasing.engine.release(RUN, "step-1").result(30)
     assert releasing.engine._volume.deleter.drain(30)

@@ -112,15 +112,15 @@ def test_a_store_that_does_not_answer_keeps_the_disk_as_it_is_and_holds_nothing_
 
     def hang(*arguments: Any) -> None:
         asked.set()
-        go_on.wait(30)
+        go_on.wait(200)
         away()
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "head", hang)
         full.engine._keeper.tick()
-        assert asked.wait(10)
+        assert asked.wait(30)
         full.engine._keeper.tick()  # does not wait for the store
-        assert full.engine.release("run", "step-5").result(10) == 1
+        assert full.engine.release("run", "step-5").result(30) == 1
         go_on.set()
         eventually(lambda: not full.tier.evictor._asked, "answers")
         for segment in segments(full):
