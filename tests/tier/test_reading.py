@@ -59,7 +59,7 @@ def test_a_trajectory_is_in_the_bucket_seconds_after_its_seal(sidecar: Make, alw
         except NotFound:  # not even the run is there yet
             return False
 
-    eventually(there, "sight of the trajectory", 10)
+    eventually(there, "sight of the trajectory", 20)
     assert first.engine.usage().tier.waiting == 0
 
 
