@@ -34,7 +34,7 @@ settings.load_profile("any machine")
 
 START_TIMEOUT_S = 60.0
 START_TRIES = 4
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 60.0
 LOG_LINES_SHOWN = 60
 
 SITES = (
