@@ -349,10 +349,11 @@ def test_a_release_of_several_trajectories_survives_whole_or_not_at_all(tmp_path
     segment = next((tmp_path / "store").rglob("0*.open"))
     before = segment.stat().st_size
     assert engine.release("run", "p", ["a", "b"]).result() == 2
+    left = shutil.copytree(tmp_path / "store", tmp_path / "left")  # the store seals its idle segment after 30 s
     seen = set()
     for cut in range(before, segment.stat().st_size + 1, 8):
         copy = tmp_path / f"cut-{cut}"
-        shutil.copytree(tmp_path / "store", copy)
+        shutil.copytree(left, copy)
         os.truncate(copy / segment.relative_to(tmp_path / "store"), cut)
         again = Engine(copy)
         with again.read("run", "p", [TokenSpan("a", 0, 1), TokenSpan("b", 0, 1, 1)], [0]) as read:
