@@ -274,12 +274,19 @@ def test_a_flipped_site_table_is_not_believed(store: Any) -> None:
     store.append("t", 0, 9)
     store.seal("t", 10)
     store.engine.close()
-    for path in (next((store.root / "runs").rglob("manifest-*")), store.segments()[0]):
+    paths = (next((store.root / "runs").rglob("manifest-*")), store.segments()[0])
+    for path in paths:
         content = path.read_bytes()
         assert content.count(b'"width":64') > 3
         path.write_bytes(content.replace(b'"width":64', b'"width":66'))
     store.reopen()
-    assert len(set_aside(store.root)) == 2
+    assert store.check("t", 0, 9) == []  # the copy of it is
+    store.engine.close()
+    for path in paths:
+        content = path.read_bytes().replace(b'"width":64', b'"width":66')
+        path.write_bytes(content.replace(b"trace_store.copy", b"trace_store.cop "))
+    store.reopen()
+    assert len(set_aside(store.root)) == 3  # the segment as it was before its rows were copied, too
     assert store.engine.register("run", store.table) is True
     store.append("t", 0, 9)
 
