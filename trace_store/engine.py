@@ -242,19 +242,23 @@ class Engine:
 
         Raises:
             NotFound: unknown run.
-            StorageFailed: they may be in an object store that does not answer.
+            StorageFailed: they may be in an object store that does not answer; nothing is released.
         """
         names = None if trajectories is None else tuple(check_name(t, "trajectory") for t in trajectories)
         if self._tier is not None:
             seen = self._tier.look_now(self._find(run), check_name(partition, "partition"))
-            # Objects of a partition are known by name; which rows a trajectory has there nobody knows.
-            if seen.failure and (names is not None or not self._partition(run, partition).segments):
-                raise StorageFailed(f"what is in the object store cannot be released now: {seen.failure}")
+            # A release is of what is known, so that no clock has a part in it. What was not listed would come back with
+            # the store, whenever that is. Objects go by name; which rows a trajectory has in one only its index says.
+            if seen.failure and (names is not None or not seen.listed):
+                raise StorageFailed(
+                    f"nothing is released while the object store cannot say what it has: {seen.failure}"
+                )
         command = ReleaseCommand(self._partition(run, partition), names)
         self._shard.submit(command)
         return command.future
 
     def _release_for_keeper(self, partition: Partition, done: Callable[[], None]) -> None:
+        """Release what is known of a partition; retention does not wait for a store, and does it again for the rest."""
         command = ReleaseCommand(partition, None)
         command.future.add_done_callback(lambda future: done())
         self._shard.submit(command, urgent=True)

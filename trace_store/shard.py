@@ -303,7 +303,7 @@ class Shard:
                 with self._volume.lock:
                     # What another thread has loaded meanwhile would be sealed without having been compared.
                     if compared_at == partition.changes:
-                        receipt, row = seal_attempt(partition, command, self._volume.server, records.is_safe)
+                        receipt, row = seal_attempt(partition, command, self._volume.server, records)
                         known = self._volume.known(partition)
                         break
                     compared_at = partition.changes

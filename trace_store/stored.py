@@ -44,6 +44,10 @@ class StoredRecords:
         """Whether all segments of the partition are known."""
         return self._volume.is_whole()
 
+    def doubt(self) -> str:
+        """Why segments of the partition may be in an object store and not known here, or an empty string."""
+        return self._volume.objects.doubt(self._partition) if self._volume.objects is not None else ""
+
     def read(self, number: int, row: int) -> StoredRecord:
         """One record, verified; from the uploaded copy where the local one is damaged.
 

@@ -120,6 +120,8 @@ class Writer:
 
         Raises:
             Incomplete: rows are missing; ``holes`` names them. Append them, or pass ``allow_holes``.
+            StorageFailed: rows may be in an object store that does not answer the server: seal again later, or append
+                the trajectory again.
             Conflict: an append was refused, or the attempt is sealed with other counts.
             Unavailable: as for append.
         """

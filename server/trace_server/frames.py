@@ -1,8 +1,8 @@
 """Rows of a read packed into frames of about 1 MiB, for clients that are elsewhere.
 
-A worker thread makes a batch of frames at a time: its rows are gathered into the thread's buffer, frame after frame, and
-each is joined with its header from there, while the cache holds it. What a visit to a thread and a gather cost besides their
-bytes, 0.5 ms, was half of the server's time when each frame had its own.
+A worker thread makes a batch of frames at a time: its rows are gathered into the thread's buffer, frame after frame,
+and each is joined with its header from there, while the cache holds it. What a visit to a thread and a gather cost
+besides their bytes, 0.5 ms, was half of the server's time when each frame had its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trace_store.record import Site
 from trace_store.segment.align import ALIGN_BYTES
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
-BATCH_BYTES = 8 << 20
+BATCH_BYTES = 2 << 20
 """Payload of a batch, or else one frame. A reader has two: one that is made, and what is left to send of another."""
 
 MISSING_PER_FRAME_MAX = 10_000

@@ -122,7 +122,7 @@ print("done")
 def test_forked_children_are_told_and_live(server: Any) -> None:
     """In a process of its own: gRPC decides about forks when it is imported, and this one has it already."""
     finished = subprocess.run(
-        [sys.executable, "-c", FORKING, server.address], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", FORKING, server.address], capture_output=True, text=True, timeout=120, check=False
     )
     assert finished.stdout == "done\n", finished.stderr
 

@@ -274,12 +274,19 @@ def test_a_flipped_site_table_is_not_believed(store: Any) -> None:
     store.append("t", 0, 9)
     store.seal("t", 10)
     store.engine.close()
-    for path in (next((store.root / "runs").rglob("manifest-*")), store.segments()[0]):
+    paths = (next((store.root / "runs").rglob("manifest-*")), store.segments()[0])
+    for path in paths:
         content = path.read_bytes()
         assert content.count(b'"width":64') > 3
         path.write_bytes(content.replace(b'"width":64', b'"width":66'))
     store.reopen()
-    assert len(set_aside(store.root)) == 2
+    assert store.check("t", 0, 9) == []  # the copy of it is
+    store.engine.close()
+    for path in paths:
+        content = path.read_bytes().replace(b'"width":64', b'"width":66')
+        path.write_bytes(content.replace(b"trace_store.copy", b"trace_store.cop "))
+    store.reopen()
+    assert len(set_aside(store.root)) == 3  # the segment as it was before its rows were copied, too
     assert store.engine.register("run", store.table) is True
     store.append("t", 0, 9)
 
@@ -342,10 +349,11 @@ def test_a_release_of_several_trajectories_survives_whole_or_not_at_all(tmp_path
     segment = next((tmp_path / "store").rglob("0*.open"))
     before = segment.stat().st_size
     assert engine.release("run", "p", ["a", "b"]).result() == 2
+    left = shutil.copytree(tmp_path / "store", tmp_path / "left")  # the store seals its idle segment after 30 s
     seen = set()
     for cut in range(before, segment.stat().st_size + 1, 8):
         copy = tmp_path / f"cut-{cut}"
-        shutil.copytree(tmp_path / "store", copy)
+        shutil.copytree(left, copy)
         os.truncate(copy / segment.relative_to(tmp_path / "store"), cut)
         again = Engine(copy)
         with again.read("run", "p", [TokenSpan("a", 0, 1), TokenSpan("b", 0, 1, 1)], [0]) as read:

@@ -58,7 +58,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "the condition never came true"
         time.sleep(0.01)
@@ -182,7 +182,7 @@ def test_a_duplicate_is_not_called_synced_when_the_sync_of_its_original_fails_me
 
     def hold() -> None:
         entered.set()
-        assert gate.wait(30)
+        assert gate.wait(200)
 
     disk.fail, disk.before = {"fdatasync": errno.EIO}, {"fdatasync": hold}
     original = store.engine.append("run", "step-1", store.chunk("t", 0, 4), "synced")
@@ -320,7 +320,7 @@ def test_a_partition_released_while_its_segment_is_being_synced_or_sealed(store:
         submitted = threading.Event()
 
         def release(submitted: threading.Event = submitted, released: list[Any] = released) -> None:
-            submitted.wait(10)
+            submitted.wait(200)
             released.append(store.engine.release("run", "step-1"))
             released[0].result(30)
 

@@ -13,8 +13,9 @@ from trace_store import Site
 from trace_store.checksum import RowKind
 from trace_store.errors import DataLoss
 from trace_store.segment.index import ROW, SegmentIndex
-from trace_store.segment.scan import MAGIC, decode_scales, scan_segment, verify_row
-from trace_store.segment.schema import ENCODING_RAW, ENCODING_ZSTD, SegmentHeader
+from trace_store.segment.messages import MAGIC
+from trace_store.segment.scan import decode_scales, scan_segment, verify_row
+from trace_store.segment.schema import ENCODING_RAW, ENCODING_ZSTD, SegmentHeader, make_schema
 from trace_store.segment.writer import SegmentWriter
 from trace_store.testing.records import make_chunk
 
@@ -80,7 +81,7 @@ def test_a_compressed_or_nullable_batch_is_not_taken_for_ours(tmp_path: Path) ->
     writer.append_chunk(make_chunk("run", "p", TABLE, "t", 0, 64))
     writer.close()
     scan = scan_segment(writer.path)
-    batch = scan.batches[0]
+    batch = scan.batches[0].replace_schema_metadata(make_schema(HEADER).metadata)
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     nulls = pa.RecordBatch.from_arrays(
         [pa.nulls(2, column.type) if position == 7 else column[:2] for position, column in enumerate(batch.columns)],

@@ -24,7 +24,7 @@ def test_waiting_appends_share_one_sync(store: Any, monkeypatch: pytest.MonkeyPa
         count[0] += 1
         if count[0] == 1:
             entered.set()
-            assert gate.wait(30)
+            assert gate.wait(200)
         real(descriptor)
 
     store.append("t", 0, 1)
@@ -45,7 +45,7 @@ def test_a_full_queue_holds_the_producer_back(store: Any, monkeypatch: pytest.Mo
 
     def block() -> None:
         entered.set()
-        gate.wait(30)
+        gate.wait(200)
 
     store.engine.append("run", "step-1", store.chunk("t", 0, 1), "memory", block)
     assert entered.wait(30)
@@ -149,7 +149,7 @@ def test_scales_are_compressed_only_while_nothing_else_waits(store: Any) -> None
 
     def block() -> None:
         entered.set()
-        assert gate.wait(30)
+        assert gate.wait(200)
 
     store.engine.append("run", "step-1", store.chunk("t", 0, 256), "memory", block)
     assert entered.wait(30)

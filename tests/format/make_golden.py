@@ -72,6 +72,16 @@ def unfinished(directory: Path) -> None:
     writer.path.write_bytes(content[:-100])
 
 
+def copied(directory: Path) -> None:
+    """The same rows in an open segment, one bit of its site table bad: the copy of the metadata says what it was."""
+    writer = SegmentWriter(directory, "copied", SegmentHeader("run é", "step/1", TABLE, "server", 6), ".crashed")
+    _write_all(writer)
+    writer.close()
+    content = bytearray(writer.path.read_bytes())
+    content[content.index(b'"width":') + 9] ^= 1
+    writer.path.write_bytes(content)
+
+
 def manifest(directory: Path) -> None:
     """A registration."""
     writer = SegmentWriter(directory, "manifest", SegmentHeader("run é", "", TABLE, "server", 0))
@@ -111,7 +121,7 @@ def several(directory: Path) -> None:
 
 
 def make_all(directory: Path) -> None:
-    for make in (small, forms, unfinished, manifest, several):
+    for make in (small, forms, unfinished, copied, manifest, several):
         make(directory)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import base64
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import zstandard
 
 from trace_store import codebook
 from trace_store.engine import Engine
@@ -64,6 +67,22 @@ def test_an_unfinished_segment_gives_all_but_the_torn_batch(
     engine = open_engine({"0000000006-a.open": golden / "unfinished.crashed"})
     assert read_all(engine, NAMES, 20) == expected == reader.visible([reader.read_segment(golden / "forms.arrow")])
     assert not [row for row in segment.rows if row["trajectory"] == "unsealed"]
+
+
+def test_a_segment_whose_schema_is_damaged_says_what_it_is_in_a_copy(
+    golden: Path, reader: Any, open_engine: Any, read_all: Any
+) -> None:
+    with pytest.raises(ValueError, match="checksum"):
+        reader.read_segment(golden / "copied.crashed")
+    engine = open_engine({"0000000006-a.open": golden / "copied.crashed"})
+    assert read_all(engine, NAMES, 20) == reader.visible([reader.read_segment(golden / "forms.arrow")])
+    (sealed,) = engine.root.rglob("0000000006-a.arrow")
+    with pa.ipc.open_file(sealed) as file:
+        batch = file.get_batch_with_custom_metadata(0)
+        schema = file.schema
+    packed = base64.b64decode(batch.custom_metadata[b"trace_store.copy"])
+    copy = json.loads(zstandard.ZstdDecompressor().decompress(packed))
+    assert {key.encode(): value.encode() for key, value in copy.items()} == schema.metadata
 
 
 def test_records_are_found_through_the_index(golden: Path, reader: Any) -> None:

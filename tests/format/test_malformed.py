@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,15 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from trace_store import TokenSpan
+from trace_store import Site, TokenSpan
 from trace_store.errors import FormatError
 from trace_store.planner import MissingReason
+from trace_store.segment.heading import make_copy
 from trace_store.segment.reader import open_sealed
-from trace_store.segment.scan import Scan, scan_segment
-from trace_store.segment.schema import UnknownVersion, metadata_checksum
+from trace_store.segment.scan import Scan, scan_content, scan_segment
+from trace_store.segment.schema import SegmentHeader, UnknownVersion, make_schema, metadata_checksum
+from trace_store.segment.writer import SegmentWriter
+from trace_store.testing.records import make_chunk
 
 RECORDS = 30
 ROWS = RECORDS + 4
@@ -121,6 +125,64 @@ def test_empty(put: Any) -> None:
 @pytest.mark.parametrize("kept", [8, 12, 16, 40, 500])
 def test_schema_cut(content: bytearray, put: Any, kept: int) -> None:
     refused(put(content[:kept]))
+
+
+def open_segment(directory: Path) -> SegmentWriter:
+    """Records of three trajectories behind each other, 40 KiB each, never sealed."""
+    table = (Site(0, "k", 64), Site(1, "moe_in", 2048, form="full"))
+    writer = SegmentWriter(directory, "0000000000-ab", SegmentHeader("run", "step/1", table, "server", 0))
+    for name in "abc":
+        writer.append_chunk(make_chunk("run", "step/1", table, name, 0, 40), compress=False)
+    writer.close()
+    return writer
+
+
+def test_schema_flipped(tmp_path: Path) -> None:
+    """One bad bit costs nothing, wherever it is in front of the first record batch."""
+    writer = open_segment(tmp_path)
+    content = writer.path.read_bytes()
+    first = 16 + int.from_bytes(content[12:16], "little")
+    whole = scan_content(bytearray(content), "whole", [])
+    assert (len(whole.index), whole.damage) == (6, [])
+    chance = random.Random(first)
+    length = [(byte, bit) for byte in range(8, 16) for bit in range(8)]
+    anywhere = [(chance.randrange(first), chance.randrange(8)) for _ in range(500)]
+    for byte, bit in length + anywhere:
+        changed = bytearray(content)
+        changed[byte] ^= 1 << bit
+        scan = scan_content(changed, "flipped", [])
+        assert scan.header == writer.header, (byte, bit)
+        assert scan.index.rows.tolist() == whole.index.rows.tolist(), (byte, bit)
+        assert scan.torn_bytes == 0
+
+
+@pytest.mark.parametrize("lost", [16, 700, 4096, 64 << 10])
+def test_front_lost(tmp_path: Path, lost: int) -> None:
+    """What lies behind a part that the disk cannot read is not lost with it."""
+    writer = open_segment(tmp_path)
+    content = bytearray(writer.path.read_bytes())
+    content[:lost] = bytes(lost)
+    scan = scan_content(content, "lost", [])
+    assert scan.header == writer.header
+    rows = writer.index.rows
+    behind = rows["checksum"][rows["codes_offset"] >= lost].tolist()
+    assert scan.index.rows["checksum"].tolist()[-len(behind) :] == behind != []
+    assert scan.damage
+
+
+def test_copy_flipped(tmp_path: Path) -> None:
+    """A copy that is not whole is not believed; the one behind it may be."""
+    writer = open_segment(tmp_path)
+    content = bytearray(writer.path.read_bytes())
+    content[40:60] = bytes(20)
+    ((_, copy),) = make_copy(make_schema(writer.header)).items()
+    assert content.count(copy) == 2
+    for left in (1, 0):
+        content[content.index(copy) + 30] ^= 1
+        if left:
+            assert scan_content(bytearray(content), "first", []).header == writer.header
+    with pytest.raises(FormatError):
+        scan_content(content, "both", [])
 
 
 def test_foreign_arrow_file(as_file: Any) -> None:

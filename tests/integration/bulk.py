@@ -47,7 +47,7 @@ def rss_bytes(pid: int) -> int:
     return int(fields["RssAnon"].split()[0]) * 1024
 
 
-def wait_until(condition: Any, seconds: float = 20.0) -> None:
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit

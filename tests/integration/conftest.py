@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,13 @@ class Child:
         while (left := deadline - time.monotonic()) > 0:
             if self._acks.poll(left) and not self.receive():
                 return
+
+    def run_until(self, **counts: int) -> None:
+        """Collect messages until there are so many of each kind: ``run_until(append=2, failed=1)``."""
+        seen = Counter(message.split()[0] for message in self.messages)
+        while any(seen[kind] < count for kind, count in counts.items()):
+            assert self.receive(), f"it ended, messages={dict(seen)}"
+            seen[self.messages[-1].split()[0]] += 1
 
     def drain(self) -> None:
         """Collect what was told so far."""
@@ -186,7 +194,7 @@ def strace() -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs a Python program with faults injected into its system calls."""
     need_tools("strace")
 
-    def run(injections: list[str], *arguments: Any, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+    def run(injections: list[str], *arguments: Any, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         calls = sorted({injection.partition(":")[0] for injection in injections})
         command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"trace={','.join(calls)}"]
         for injection in injections:

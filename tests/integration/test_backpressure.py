@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -31,6 +32,14 @@ def gated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedServ
     server = GatedServer(tmp_path, monkeypatch)
     yield server
     server.close()
+
+
+@pytest.fixture
+def arena_directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """In place of /dev/shm for clients of this test, so that no other test's arenas are in it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        monkeypatch.setenv("TRACE_STORE_ARENA_DIR", directory)
+        yield Path(directory)
 
 
 class TestStuckDisk:
@@ -60,7 +69,7 @@ class TestStuckDisk:
             while before != (before := writer.sent_bytes) or before < bound // 2:
                 assert not done.wait(0.3), "160 appends of 0.9 MiB do not fit"
             assert writer.sent_bytes <= bound + 2 * MIB
-            assert is_serving(gated.address, 1.0), "health answers while the disk is stuck"
+            assert is_serving(gated.address, 10.0), "health answers while the disk is stuck"
             gated.gate.set()
             producer.join(60)
             assert done.is_set()
@@ -90,11 +99,12 @@ class TestStuckDisk:
             producer = threading.Thread(target=append_all)
             producer.start()
             before = -1
-            while before != sent[0]:  # it moves on for as long as there is room
+            while before != sent[0] or before < 64:  # it moves on for as long as there is room
                 before = sent[0]
                 producer.join(0.5)
-            assert 64 <= sent[0] < 150
-            assert is_serving(gated.address, 1.0)
+                assert producer.is_alive(), "1000 appends do not fit"
+            assert sent[0] < 150
+            assert is_serving(gated.address, 10.0)
             gated.gate.set()
             producer.join(60)
             writer.seal("t", tokens=1001, prompt_tokens=0)
@@ -107,11 +117,11 @@ class TestStuckDisk:
             writer = client.writer("r", "p", "written")
             writer.append("t", 0, wide_rows(1))
             writer.flush()
-            monkeypatch.setattr(stream_module, "ANSWER_TIMEOUT_S", 0.6)
+            monkeypatch.setattr(stream_module, "ANSWER_TIMEOUT_S", 3.0)
             delayed = segment_writer._write_all
 
             def slow(*arguments: Any) -> int:
-                time.sleep(0.2)  # the disk's time
+                time.sleep(0.5)  # the disk's time
                 return delayed(*arguments)
 
             monkeypatch.setattr(segment_writer, "_write_all", slow)
@@ -145,12 +155,10 @@ class TestStuckDisk:
 
 
 class TestClientsThatDie:
-    def test_killed_in_mid_append_nothing_is_half_there_and_its_arena_is_gone(self, new_server: Any) -> None:
-        def arena_files() -> set[Path]:
-            return set(Path("/dev/shm").glob("trace-store-*"))
-
-        before = arena_files()
-        server = new_server().start()
+    def test_killed_in_mid_append_nothing_is_half_there_and_its_arena_is_gone(
+        self, new_server: Any, arena_directory: Path
+    ) -> None:
+        server = new_server("--arena-dir", str(arena_directory)).start()
         code = (
             "import sys, numpy as np, trace_client\n"
             "from trace_store import Site\n"
@@ -174,8 +182,7 @@ class TestClientsThatDie:
             child.stdout.close()
             maps = Path(f"/proc/{server.pid}/maps")
             wait_until(lambda: maps.read_text().count("trace-store-") == 0)
-            # Servers of tests beside this one show a file for a moment too, until its client has it; a leftover stays.
-            wait_until(lambda: arena_files() <= before)
+            assert list(arena_directory.iterdir()) == []
             wait_until(lambda: client.status()["queued_bytes"] == 0)
             names = [entry.name for entry in client.list("r", "p")]
             assert {f"t{number}" for number in range(21)} <= set(names), "acknowledged, so the server has them"
@@ -194,9 +201,9 @@ class TestClientsThatDie:
             options = [("grpc.use_local_subchannel_pool", 1), ("grpc.primary_user_agent", f"idle-{number}")]
             channels.append(grpc.insecure_channel(server.address, options))
         for channel in channels:
-            grpc.channel_ready_future(channel).result(10)
+            grpc.channel_ready_future(channel).result(30)
         assert rss_bytes(server.pid) - before < 100 * MIB // 2
-        assert is_serving(server.address, 1.0)
+        assert is_serving(server.address, 10.0)
         for channel in channels:
             channel.close()
 

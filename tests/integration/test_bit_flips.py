@@ -15,6 +15,7 @@ from trace_store.testing.load import RUN, TABLE, check_rows
 from trace_store.testing.records import make_chunk
 
 FLIPS = 120
+FLIPS_IN_FRONT = 200
 TRAJECTORIES, TOKENS = 6, 10
 
 
@@ -111,6 +112,27 @@ def test_a_bit_flipped_in_a_stopped_store(pristine: Path, tmp_path: Path, chance
     totals = flip_before_start(pristine, tmp_path / "work", chance, FLIPS)
     assert sum(totals.values()) == FLIPS
     assert totals["arrow lost rows"] + totals["open lost rows"] > FLIPS // 20
+
+
+def test_a_bit_flipped_in_front_of_an_unfinished_segment_costs_nothing(
+    pristine: Path, tmp_path: Path, chance: random.Random
+) -> None:
+    """Its schema alone says whose the rows are and what their sites: there is no footer yet."""
+    for _ in range(FLIPS_IN_FRONT):
+        work = tmp_path / "work"
+        shutil.copytree(pristine, work)
+        (path,) = (work / "runs").rglob("*.open")
+        content = bytearray(path.read_bytes())
+        first = 16 + int.from_bytes(content[12:16], "little")
+        offset, bit = chance.randrange(first), chance.randrange(8)
+        content[offset] ^= 1 << bit
+        path.write_bytes(content)
+        engine = Engine(work)
+        try:
+            assert wrong_rows(engine) == ([], 0), (offset, bit)
+        finally:
+            engine.close()
+        shutil.rmtree(work)
 
 
 def test_a_bit_flipped_under_a_running_store(pristine: Path, chance: random.Random) -> None:

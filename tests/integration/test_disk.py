@@ -21,6 +21,9 @@ from trace_store.errors import StorageFailed, StorageFull, TraceStoreError
 from trace_store.testing.load import RUN, TABLE, broken_promises, check_rows, count
 from trace_store.testing.records import make_chunk
 
+RUN_TIMEOUT_S = 120.0
+"""For programs of a second or two. A machine that shares its cores with seven others took 15."""
+
 
 def append(engine: Engine, name: str, start: int, stop: int, partition: str = "p", durability: str = "synced") -> Any:
     chunk = make_chunk(RUN, partition, TABLE, name, start, stop)
@@ -73,11 +76,12 @@ def kill_with_an_open_segment_that_has_no_room(disk: Path, start_load: Any) -> A
     for seed in range(1, 30):
         with open(disk / "ballast", "wb", buffering=0) as ballast:
             load = start_load(disk / "data", "p", seed)
-            load.run_for(0.4)
+            load.run_until(append=1)
+            load.run_for(0.3)
             with contextlib.suppress(OSError):
                 while True:
                     ballast.write(bytes(4096))
-            load.run_for(0.1)
+            load.run_until(failed=1)
             messages = load.kill()
         left = max((path.stat().st_size for path in (disk / "data").rglob("*.open")), default=0)
         if count(messages, "failed") and left > shutil.disk_usage(disk).free:
@@ -107,7 +111,7 @@ def test_a_killed_store_starts_on_a_full_disk_and_seals_what_was_open_once_there
         assert left
         (disk / "ballast").unlink()
         append(engine, "u", 0, 4)  # wakes the writer, which then finds room
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while any(path.exists() for path in left):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -162,13 +166,14 @@ def test_fr32_files_that_turn_immutable_refuse_writes_serve_reads_and_recover(ma
 
 def _until_taken(engine: Engine, name: str, start: int, stop: int) -> None:
     """A client's retry: the engine tries its repairs at most once a second."""
-    for _ in range(100_000):
+    deadline = time.monotonic() + 60
+    while True:
         try:
             append(engine, name, start, stop)
         except TraceStoreError:
+            assert time.monotonic() < deadline, "the engine does not recover"
             continue
         return
-    raise AssertionError("the engine does not recover")
 
 
 def test_fr32_a_read_only_directory_at_start_fails_at_once(make_disk: Any) -> None:
@@ -225,7 +230,7 @@ def test_verify_names_what_the_disk_cannot_read_and_goes_on(tmp_path: Path, tool
         "-c",
         "import sys; from trace_store.verify import command; sys.exit(command(sys.argv[1:]))",
     ]
-    result = subprocess.run([*command, str(root), "--json"], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([*command, str(root), "--json"], capture_output=True, text=True, timeout=RUN_TIMEOUT_S)
     report = json.loads(result.stdout)
     assert result.returncode == 1, result.stderr
     assert {(item["segment"], item["what"].lower()) for item in report["damaged"]} == {
@@ -272,7 +277,9 @@ print("fine")
 
 
 def test_emfile_refuses_with_a_type_and_passes(tmp_path: Path) -> None:
-    result = subprocess.run([sys.executable, "-c", EMFILE, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", EMFILE, str(tmp_path)], capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+    )
     assert result.stdout == "fine\n", result.stderr
 
 
@@ -283,7 +290,10 @@ def test_clock_jumps_change_nothing(tmp_path: Path, tools: Any, when: str) -> No
     messages: list[str] = []
     for _ in range(2):
         result = subprocess.run(
-            [*command, "-m", "trace_store.testing.steps", str(tmp_path)], capture_output=True, text=True, timeout=60
+            [*command, "-m", "trace_store.testing.steps", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=RUN_TIMEOUT_S,
         )
         assert result.returncode == 0, result.stderr
         messages += result.stdout.splitlines()
@@ -324,7 +334,7 @@ def test_a_clock_that_is_wrong_at_start_releases_nothing(tmp_path: Path, tools: 
             [*command, str(tmp_path), partition, kept],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=RUN_TIMEOUT_S,
             env={**os.environ, "NO_FAKE_STAT": "1"},
         )
         expected = [name for name, _ in lives[:number]][-int(kept) :]

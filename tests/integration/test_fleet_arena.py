@@ -33,6 +33,12 @@ def servers(new_server: Callable[..., Any], records: Any, sites: Any) -> list[An
     return made
 
 
+@pytest.fixture(autouse=True)
+def _waits_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client does not leave out a server of a test because the machine is busy."""
+    monkeypatch.setattr("trace_client.fleet.OTHERS_WAIT_S", 30.0)
+
+
 @pytest.fixture
 def fleet(servers: list[Any]) -> Iterator[Any]:
     with trace_client.connect([server.address for server in servers]) as client:

@@ -4,13 +4,19 @@ On a machine whose cores all work, a process that does nothing but answer waits 
 ours that holds nothing is probed as well. The bound is 0.1 s and twice the longest wait of that one: an answer of ours
 needs a core for its own thread, and before that for the thread that has the GIL.
 
-31 s of each load on two cores with a load average of 6 to 8: at most 57, 44 and 80 ms over gRPC, 96, 61 and 95 ms over
-HTTP, medians 3 and 10 ms. At a load of 9 the idle server took up to 107 ms, ours 250.
+The scheduler favours the idle server: on a machine that is busier still, ours waits when that one does not. So what the
+kernel counts is taken off the time of a probe: how long the server's event loop was ready to run and had no core, and
+the same of the thread that waited longest for one, since that may have been the one with the GIL. Under any load an
+event loop that works for 0.25 s on end is seen as 0.21 s and more.
+
+8 s of each load on two cores, five times, with a load average of 13 to 16: at most 62 ms over gRPC, 25 over HTTP, and
+57 the idle server. Such waits counted, and a load of 9: the idle server up to 107 ms, ours 250.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import subprocess
 import sys
@@ -18,6 +24,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +40,10 @@ from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 PROBE_S = 0.1
 LOAD_S = 8.0
+PROBES_MIN = 40
 
 IDLE_SERVER = """
-import asyncio, grpc
+import asyncio, grpc, os
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 async def main():
@@ -44,7 +52,7 @@ async def main():
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    print(f"127.0.0.1:{port}", flush=True)
+    print(os.getpid(), f"127.0.0.1:{port}", flush=True)
     await asyncio.Event().wait()
 
 asyncio.run(main())
@@ -97,12 +105,26 @@ def start() -> Iterator[Callable[..., str]]:
         process.wait()
 
 
-def timed(probe: Callable[[], Any], pause_s: float, into: list[float]) -> Callable[[], None]:
+def waited_for_a_core(pid: int) -> dict[str, float]:
+    """Seconds that each thread of a process was ready to run and did not; empty where the kernel does not say."""
+    waited: dict[str, float] = {}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended, or the kernel does not count
+            waited[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+    return waited
+
+
+def timed(probe: Callable[[], Any], pid: int, pause_s: float, into: list[float]) -> Callable[[], None]:
+    """Probe for LOAD_S; seconds of each answer, without those in which process ``pid`` had no core for it."""
+
     def run() -> None:
         end = time.monotonic() + LOAD_S
-        while (started := time.monotonic()) < end:
+        while time.monotonic() < end or len(into) < PROBES_MIN:
+            before, started = waited_for_a_core(pid), time.monotonic()
             probe()
-            into.append(time.monotonic() - started)
+            took = time.monotonic() - started
+            waits = {name: at - before.get(name, 0.0) for name, at in waited_for_a_core(pid).items()}
+            into.append(took - waits.pop(str(pid), 0.0) - max(waits.values(), default=0.0))
             time.sleep(pause_s)
 
     return run
@@ -113,24 +135,26 @@ def test_every_probe_is_answered_in_time_while_bulk_runs(
     new_server: Any, start: Callable[..., str], arena: str
 ) -> None:
     server = new_server().start()
-    idle = start(IDLE_SERVER)
+    idle_pid, idle = start(IDLE_SERVER).split()
     assert start(LOAD, server.address, arena) == "going"
     took: dict[str, list[float]] = {"idle": [], "grpc": [], "metrics": [], "health": []}
     with grpc.insecure_channel(server.address) as channel, grpc.insecure_channel(idle) as beside:
         probes = []
-        for name, opened in (("grpc", channel), ("idle", beside)):
+        for name, opened, pid in (("grpc", channel, server.pid), ("idle", beside, int(idle_pid))):
             stub, request = health_pb2_grpc.HealthStub(opened), health_pb2.HealthCheckRequest()
-            probes.append(timed(lambda stub=stub, request=request: stub.Check(request, timeout=5), 0.02, took[name]))
+            check = partial(stub.Check, request, timeout=30)
+            probes.append(timed(check, pid, 0.02, took[name]))
         for name in ("metrics", "health"):
             url = f"http://{server.metrics}/{name}"
-            probes.append(timed(lambda url=url: urllib.request.urlopen(url, timeout=5).read(), 0.05, took[name]))
+            get = partial(lambda url: urllib.request.urlopen(url, timeout=30).read(), url)
+            probes.append(timed(get, server.pid, 0.05, took[name]))
         threads = [threading.Thread(target=probe) for probe in probes]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     for name in ("grpc", "metrics", "health"):
-        assert len(took[name]) > 20
+        assert len(took[name]) >= PROBES_MIN
         assert max(took[name]) < PROBE_S + 2 * max(took["idle"]), (name, sorted(took[name])[-5:], max(took["idle"]))
         assert sorted(took[name])[len(took[name]) // 2] < PROBE_S / 2, name
 

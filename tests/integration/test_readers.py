@@ -62,7 +62,7 @@ def in_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> float:
     """A server in this process cuts readers off after this many seconds."""
-    monkeypatch.setattr(sending, "STALLED_READER_S", 1.0)
+    monkeypatch.setattr(sending, "STALLED_READER_S", 3.0)  # a busy machine may stop a reader for a second
     return sending.STALLED_READER_S
 
 
@@ -87,7 +87,7 @@ class TestReaders:
                     next(call)
                 started = time.monotonic()
                 assert not client.reader(run, "p").read(placed).missing
-                assert time.monotonic() - started < 10, "other readers keep their speed"
+                assert time.monotonic() - started < sending.STALLED_READER_S / 2, "others do not wait for them"
                 for _ in range(3):  # a message a call and round, of some ninety that wait
                     for call in calls:
                         next(call)
@@ -138,7 +138,7 @@ class TestReaders:
                 for number, message in enumerate(open_read(channel, "r", spans)):
                     rows += sum(wire.parse_read(message)[0].rows)
                     if number < 30:
-                        time.sleep(short / 10)  # three times the limit in all
+                        time.sleep(short / 20)  # one and a half times the limit in all
             assert rows == 8000
             assert metric(in_process.metrics, "trace_store_stalled_readers_total") == 0
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import trace_client
+from tests.integration.bulk import wait_until
 from trace_store import Receipt
 from trace_store.errors import TraceStoreError
 from trace_store.testing.load import RUN, TABLE
@@ -48,7 +49,8 @@ def kill_under_clients(server: Any, chance: random.Random, rounds: int) -> int:
         threads = [threading.Thread(target=rollout, args=each, daemon=True) for each in arguments]
         for thread in threads:
             thread.start()
-        threading.Event().wait(chance.uniform(0.3, 1.0))
+        wait_until(lambda receipts=receipts: len(receipts) > 1)  # with none there is nothing to check
+        threading.Event().wait(chance.uniform(0.0, 0.7))
         server.kill()
         promised = list(receipts)
         server.start()

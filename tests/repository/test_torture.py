@@ -28,7 +28,7 @@ def test_long_tests_have_hours() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         env={**os.environ, "TRACE_STORE_TORTURE": "1"},
     )
     limits = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("LIMIT")]

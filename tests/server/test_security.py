@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +42,17 @@ def pki(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(autouse=True)
-def _short_connect(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed handshake is retried until the time to connect is over."""
-    monkeypatch.setattr(channel, "CONNECT_TIMEOUT_S", 1.0)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """``with impatient():`` a failed handshake, which is retried until the time to connect is over, fails soon."""
+
+    @contextlib.contextmanager
+    def short() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            patch.setattr(channel, "CONNECT_TIMEOUT_S", 1.0)
+            yield
+
+    return short
 
 
 def test_a_token_is_wanted_by_every_call_but_health(new_server: Any, tmp_path: Path, records: Any, sites: Any) -> None:
@@ -74,7 +83,7 @@ def test_a_token_is_wanted_by_every_call_but_health(new_server: Any, tmp_path: P
     assert TOKEN not in server.log.read_text()
 
 
-def test_tls_proves_the_server(new_server: Any, pki: Path) -> None:
+def test_tls_proves_the_server(new_server: Any, pki: Path, impatient: Any) -> None:
     server = new_server(
         "--tls-certificate", str(pki / "server.pem"), "--tls-key", str(pki / "server.key")
     ).start()  # fmt: skip
@@ -83,11 +92,11 @@ def test_tls_proves_the_server(new_server: Any, pki: Path) -> None:
         with trace_client.connect(target, tls=Tls(ca=pki / "ca.pem")) as client:
             assert client.status()["version"]
     for tls in (None, Tls(ca=pki / "other.pem")):
-        with pytest.raises(Unavailable, match="TLS"):
+        with impatient(), pytest.raises(Unavailable, match="TLS"):
             trace_client.connect(server.address, tls=tls)
 
 
-def test_mutual_tls_proves_the_client(new_server: Any, pki: Path) -> None:
+def test_mutual_tls_proves_the_client(new_server: Any, pki: Path, impatient: Any) -> None:
     server = new_server(
         "--tls-certificate", str(pki / "server.pem"), "--tls-key", str(pki / "server.key"),
         "--tls-client-ca", str(pki / "ca.pem"),
@@ -97,5 +106,5 @@ def test_mutual_tls_proves_the_client(new_server: Any, pki: Path) -> None:
         assert client.status()["version"]
     stranger = Tls(ca=pki / "ca.pem", certificate=pki / "stranger.pem", key=pki / "stranger.key")
     for tls in (Tls(ca=pki / "ca.pem"), stranger):
-        with pytest.raises(Unavailable):
+        with impatient(), pytest.raises(Unavailable):
             trace_client.connect(server.address, tls=tls).status()

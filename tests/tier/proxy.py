@@ -37,7 +37,7 @@ class Proxy:
         return self
 
     def __exit__(self, *error: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(30)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

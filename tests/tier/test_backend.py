@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tests.tier.conftest import QUICK, TABLE, Sidecar
+from tests.tier.conftest import PATIENT, TABLE, Sidecar
 from trace_store.engine import Engine
 from trace_store.errors import InvalidRequest, Unsupported
 from trace_store.storage.s3 import CredentialsRefused, ObjectExists, ObjectStore
@@ -38,7 +38,7 @@ def test_a_wrong_secret_is_refused_at_once(
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with pytest.raises(CredentialsRefused, match="refuses the credentials"):
-        Engine(tmp_path, objects=ObjectStore(url, QUICK))
+        Engine(tmp_path, objects=ObjectStore(url, PATIENT))
     assert list(store.listing("")) == []
 
 
@@ -48,7 +48,7 @@ def test_a_store_that_is_not_there_is_said_so(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{held.getsockname()[1]}")
         monkeypatch.setattr("trace_store.tier.joining.START_WAIT_S", 0.0)
         with pytest.raises(OSError, match=re.escape(url)):
-            Engine(tmp_path, objects=ObjectStore(url, QUICK))
+            Engine(tmp_path, objects=ObjectStore(url, PATIENT))
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///prefix", "gs://bucket", "bucket", "", "http://host/bucket"])
@@ -169,14 +169,14 @@ def bad_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[BadBackend]]:
 def test_a_backend_that_lies_is_refused(bad_backend: type[BadBackend], fault: str, tmp_path: Path) -> None:
     bad_backend.fault = fault
     with pytest.raises(Unsupported, match="the object store"):
-        Engine(tmp_path, objects=ObjectStore("s3://bad/prefix", QUICK))
+        Engine(tmp_path, objects=ObjectStore("s3://bad/prefix", PATIENT))
 
 
 def test_a_throttling_backend_gets_everything_in_the_end(
     bad_backend: type[BadBackend], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trace_store.tier.uploader.BACKOFF_FIRST_S", 0.02)
-    first = Sidecar(tmp_path / "a", "s3://bad/prefix", "a", None, QUICK)
+    first = Sidecar(tmp_path / "a", "s3://bad/prefix", "a", None, PATIENT)
     second = None
     try:
         bad_backend.fault = "throttled"
@@ -185,7 +185,7 @@ def test_a_throttling_backend_gets_everything_in_the_end(
         first.upload()
         assert first.tier.status().upload_failures > 0
         bad_backend.fault = ""
-        second = Sidecar(tmp_path / "b", "s3://bad/prefix", "b", None, QUICK)
+        second = Sidecar(tmp_path / "b", "s3://bad/prefix", "b", None, PATIENT)
         bad_backend.fault = "throttled"
         for number in range(3):
             assert second.read(f"t{number}", partition=f"step-{number}") == first.read(
@@ -199,7 +199,7 @@ def test_a_throttling_backend_gets_everything_in_the_end(
 
 def test_a_backend_without_create_once_is_used_with_a_look_first(bad_backend: type[BadBackend], tmp_path: Path) -> None:
     bad_backend.fault = "no create-once"
-    sidecar = Sidecar(tmp_path, "s3://bad/prefix", "a", None, QUICK)
+    sidecar = Sidecar(tmp_path, "s3://bad/prefix", "a", None, PATIENT)
     try:
         assert not sidecar.tier.capabilities.create_once
         sidecar.write("t")

@@ -55,7 +55,7 @@ def test_uploaded_segments_are_evicted_least_recently_read_first(sidecar: Make) 
     assert held > 0.9 * DISK_BYTES_MIN
     first.engine._keeper.tick()
     eventually(lambda: local_bytes(first) <= 0.85 * DISK_BYTES_MIN, "eviction")
-    assert first.engine._volume.deleter.drain(10)
+    assert first.engine._volume.deleter.drain(30)
     status = first.engine.usage()
     assert local_bytes(first) == status.disk_bytes
     assert status.tier.evicted >= 1
@@ -115,16 +115,16 @@ def test_a_segment_that_is_released_while_it_is_fetched_leaves_no_file(
         content = read(self, *arguments)
         if threading.current_thread().name.startswith("trace-store-fetch"):
             fetching.set()
-            go_on.wait(30)
+            go_on.wait(200)
         return content
 
     monkeypatch.setattr(ObjectStore, "read", slow)
     for _ in range(3):
         assert second.reasons("t", 400) == set()
-    assert fetching.wait(10)
+    assert fetching.wait(30)
     releasing = first if elsewhere else second
     releasing.engine.release(RUN, "step-1").result(30)
-    assert releasing.engine._volume.deleter.drain(10)
+    assert releasing.engine._volume.deleter.drain(30)
     second.tier.follow()
     go_on.set()
     second.tier.cache.close()  # waits for the fetch
@@ -141,13 +141,14 @@ def test_a_reader_keeps_what_it_reads_while_it_is_evicted(sidecar: Make) -> None
     whole, _ = first.read("t")
     with first.engine.read(RUN, "step-1", [TokenSpan("t", 0, 40)], [0, 1, 2]) as read:
         assert first.tier.evict(segment) > 0
-        assert first.engine._volume.deleter.drain(10)
+        assert first.engine._volume.deleter.drain(30)
         assert not segment.path.exists()
         assert sum(piece.rows for piece in read) == 120
         assert read.missing == []
     assert first.read("t") == (whole, set())
 
 
+@pytest.mark.usefixtures("rolls_by_itself")
 def test_what_is_not_uploaded_is_never_evicted_and_the_cap_refuses_writes(
     sidecar: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,7 +62,7 @@ def test_an_emptied_bucket_takes_nothing_off_the_disk_and_is_filled_again(
     for segment in segments(full):
         assert full.tier.evict(segment) == 0
     full.engine._keeper.tick()
-    assert full.engine._volume.deleter.drain(10)
+    assert full.engine._volume.deleter.drain(30)
     assert (local_bytes(full), full.tier.status().evicted) == (held, 0)
     full.tier.follow()
     assert all_there(full)
@@ -72,7 +72,7 @@ def test_an_emptied_bucket_takes_nothing_off_the_disk_and_is_filled_again(
     assert all_there(second)
     full.tier.follow()  # the new bucket has everything: from now on a lack in it is a release
     second.engine.release("run", "step-5").result(30)
-    assert second.engine._volume.deleter.drain(10)
+    assert second.engine._volume.deleter.drain(30)
     full.tier.follow()
     assert full.reasons("t5", TOKENS, "step-5") == {"RELEASED"}
     full.engine._keeper.tick()
@@ -112,15 +112,15 @@ def test_a_store_that_does_not_answer_keeps_the_disk_as_it_is_and_holds_nothing_
 
     def hang(*arguments: Any) -> None:
         asked.set()
-        go_on.wait(30)
+        go_on.wait(200)
         away()
 
     with monkeypatch.context() as patch:
         patch.setattr(ObjectStore, "head", hang)
         full.engine._keeper.tick()
-        assert asked.wait(10)
+        assert asked.wait(30)
         full.engine._keeper.tick()  # does not wait for the store
-        assert full.engine.release("run", "step-5").result(10) == 1
+        assert full.engine.release("run", "step-5").result(30) == 1
         go_on.set()
         eventually(lambda: not full.tier.evictor._asked, "answers")
         for segment in segments(full):

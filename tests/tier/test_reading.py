@@ -48,6 +48,7 @@ def test_an_empty_disk_serves_every_sealed_trajectory_byte_for_byte(sidecar: Mak
     assert not list(second.root.glob("runs/*/*/*.arrow"))  # by ranged reads, not by copying
 
 
+@pytest.mark.usefixtures("rolls_by_itself")
 def test_a_trajectory_is_in_the_bucket_seconds_after_its_seal(sidecar: Make, always_list: None) -> None:
     first, second = sidecar("a"), sidecar("b")
     first.write("t")
@@ -58,7 +59,7 @@ def test_a_trajectory_is_in_the_bucket_seconds_after_its_seal(sidecar: Make, alw
         except NotFound:  # not even the run is there yet
             return False
 
-    eventually(there, "sight of the trajectory", 10)
+    eventually(there, "sight of the trajectory", 20)
     assert first.engine.usage().tier.waiting == 0
 
 

@@ -57,7 +57,7 @@ def test_local_copies_go_too_when_another_server_releases(sidecar: Make) -> None
     first.write("t")
     first.upload()
     assert release(second) == 1  # of a partition that it knows from the bucket only
-    assert second.engine._volume.deleter.drain(10)
+    assert second.engine._volume.deleter.drain(30)
     first.tier.follow()
     assert first.reasons("t") == {"RELEASED"}
     assert not list(first.root.glob("runs/*/*/*.arrow"))
@@ -69,7 +69,7 @@ def test_a_server_that_was_down_during_the_release_drops_its_copies_at_start(sid
     first.upload()
     first.engine.close()
     release(second)
-    assert second.engine._volume.deleter.drain(10)
+    assert second.engine._volume.deleter.drain(30)
     again = sidecar("a")
     assert again.reasons("t") == {"RELEASED"}
     again.upload()
@@ -106,7 +106,7 @@ def test_a_release_that_the_store_did_not_hear_of_is_finished_after_a_restart(
     assert segment_keys(store)
     again = sidecar("a")
     eventually(lambda: not segment_keys(store), "deletion of the objects")
-    assert again.engine._volume.deleter.drain(10)
+    assert again.engine._volume.deleter.drain(30)
     assert not list(again.root.glob("runs/*/.released-*"))
     assert again.reasons("t") in ({"RELEASED"}, {"UNKNOWN_TRAJECTORY"})
 
@@ -122,7 +122,7 @@ def test_a_partition_written_anew_survives_the_deletion_of_the_old_one(
         release(first)
         first.write("new")
         first.upload()
-    assert first.engine._volume.deleter.drain(10)
+    assert first.engine._volume.deleter.drain(30)
     assert len(segment_keys(store)) == 1
     second = sidecar("b")
     assert second.reasons("new") == set()
@@ -161,7 +161,7 @@ def test_released_objects_are_gone_before_they_are_deleted(
         first.engine.close()
         again = sidecar("a")
         check(again)
-    assert again.engine._volume.deleter.drain(10)
+    assert again.engine._volume.deleter.drain(30)
     again.tier.follow()
     check(again, sidecar("c"))
     assert len(segment_keys(store)) == 1
@@ -183,7 +183,7 @@ def test_no_clock_decides_what_a_release_deletes(
     second.write("new")
     second.upload()
     again = sidecar("a")
-    assert again.engine._volume.deleter.drain(10)
+    assert again.engine._volume.deleter.drain(30)
     second.tier.follow()
     assert second.reasons("new") == set()
     assert sidecar("c").reasons("new") == set()
@@ -208,7 +208,7 @@ def test_an_upload_under_way_does_not_bring_a_released_partition_back(
     first.tier.tick()
     eventually(lambda: state, "start of the upload")
     release(first)
-    assert first.engine._volume.deleter.drain(10)
+    assert first.engine._volume.deleter.drain(30)
     state.append("released")
     eventually(lambda: not first.tier._uploader._queues, "end of the upload")
     assert segment_keys(store) == []
@@ -242,7 +242,7 @@ def test_a_new_partition_of_another_server_survives_a_late_deletion(
         eventually(lambda: refused, "refused deletion")
         second.write("new")
         second.upload()
-    assert first.engine._volume.deleter.drain(10)
+    assert first.engine._volume.deleter.drain(30)
     third = sidecar("c")
     assert third.reasons("new") == set()
     assert third.reasons("old") == {"UNKNOWN_TRAJECTORY"}
@@ -313,10 +313,10 @@ def test_a_segment_whose_mark_was_lost_is_uploaded_again_rather_than_lost_and_ca
         first.upload()
         first.engine.close()
     assert release(second) == 1
-    assert second.engine._volume.deleter.drain(10)
+    assert second.engine._volume.deleter.drain(30)
     again = sidecar("a")
     again.upload()
     assert again.reasons("t") == set()
     assert release(again) == 1
-    assert again.engine._volume.deleter.drain(10)
+    assert again.engine._volume.deleter.drain(30)
     assert segment_keys(store) == []

@@ -281,7 +281,7 @@ def test_rows_sent_again_outlive_a_release_that_their_server_has_not_heard_of(
     settle(first, second)
     assert content(second, "t") == (expected("t"), set())
     assert first.engine.release(RUN, PARTITION, None if of_partition else ["t"]).result(30) == 1
-    assert first.engine._volume.deleter.drain(10)
+    assert first.engine._volume.deleter.drain(30)
     append(second, "t", 0, 8)  # it sees the old rows, which are the same
     seal(second, "t", 8)
     settle(first, second)
@@ -299,7 +299,7 @@ def test_a_server_that_writes_hears_of_a_release(sidecar: Make) -> None:
     first.upload()
     assert content(second, "t") == (expected("t", seed=1), set())
     first.engine.release(RUN, PARTITION).result(30)
-    assert first.engine._volume.deleter.drain(10)
+    assert first.engine._volume.deleter.drain(30)
     second.engine.prepare(RUN, PARTITION)
     write(second, "t", seed=2)
     settle(first, second)

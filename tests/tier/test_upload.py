@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.tier.conftest import PARTITION, RUN, TABLE, S3Server, Sidecar, eventually
+from tests.tier.conftest import PARTITION, QUICK, RUN, TABLE, S3Server, Sidecar, eventually
 from tests.tier.proxy import Proxy
 from tests.tier.test_reading import segment_keys
 from trace_store.errors import Sealed
@@ -80,7 +80,7 @@ def test_a_store_killed_in_mid_upload_gets_everything_after_its_restart(
 def test_a_put_that_gets_no_answer_is_unknown_and_not_repeated_blindly(
     s3: S3Server, sidecar: Make, store: ObjectStore
 ) -> None:
-    first = sidecar("a")
+    first = sidecar("a", timeouts=QUICK)
     first.write("t")
     s3.pause()
     first.engine.roll().result(30)
@@ -103,7 +103,7 @@ def test_a_put_that_took_effect_without_an_answer_is_recognized(
         sent.append(key)
         put(self, key, *arguments, **more)
 
-    first = sidecar("a")
+    first = sidecar("a", timeouts=QUICK)
     first.write("t")
     first.upload()
     first.write("u")
@@ -214,8 +214,8 @@ def test_an_unreachable_store_costs_remote_rows_only_and_recovers(s3: S3Server, 
     first = sidecar("a")
     first.write("t")
     first.upload()
-    second = sidecar("b")
-    assert second.reasons("t") == set()
+    second = sidecar("b", timeouts=QUICK)
+    eventually(lambda: second.reasons("t") == set(), "sight of the trajectory")
     second.engine.register(RUN, first.engine.sites(RUN))
     second.write("mine")
     s3.pause()

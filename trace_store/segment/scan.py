@@ -18,22 +18,12 @@ import pyarrow as pa
 import zstandard
 
 from trace_store.checksum import RowKind, record_checksum, trajectory_seed
-from trace_store.errors import DataLoss, FormatError, StorageFailed
+from trace_store.errors import DataLoss, StorageFailed
+from trace_store.segment.heading import read_heading
 from trace_store.segment.index import SegmentIndex
-from trace_store.segment.schema import ENCODING_RAW, ENCODING_ZSTD, SegmentHeader, read_header
+from trace_store.segment.messages import is_end_of_stream, next_batch, read_batch
+from trace_store.segment.schema import ENCODING_RAW, ENCODING_ZSTD, SegmentHeader
 from trace_store.segment.writer import index_rows
-
-MAGIC = b"ARROW1\0\0"
-_CONTINUATION = b"\xff\xff\xff\xff"
-_END_OF_STREAM = _CONTINUATION + bytes(4)
-_FOOTER_MAGIC = b"ARROW1"
-_FOOTER_TAIL_BYTES = 4 + len(_FOOTER_MAGIC)
-
-MAGIC_DAMAGE_MAX = 2
-"""Bytes of the magic that may differ: one bad bit in it must not cost a segment of whole rows."""
-
-METADATA_BYTES_MAX = 64 << 10
-"""Largest header of a record batch; twelve columns take about 1 KiB."""
 
 _READ_BYTES = 64 << 10
 """One bad sector costs this much of a segment, or the records that touch it."""
@@ -123,7 +113,7 @@ def scan_segment(path: Path) -> Scan:
 
     Raises:
         UnknownVersion: written by another version; leave it alone.
-        FormatError: no schema is readable, neither in front nor in the footer; nothing can be kept.
+        FormatError: neither the front nor the footer nor a record batch says what it is; nothing can be kept.
         StorageFailed: the file cannot be opened. Parts that the disk cannot read count as damage.
     """
     content, damage = _read_content(path)
@@ -133,16 +123,9 @@ def scan_segment(path: Path) -> Scan:
 def scan_content(content: bytearray, name: str, damage: list[str]) -> Scan:
     """The same for a file's bytes, with the lines of damage that reading them gave."""
     data = pa.py_buffer(content)
-    differing = sum(
-        found != wanted for found, wanted in zip(content[: len(MAGIC)].ljust(len(MAGIC)), MAGIC, strict=True)
-    )
-    if differing > MAGIC_DAMAGE_MAX:
-        raise FormatError(f"segment has no Arrow magic, segment={name} bytes={content[:8]!r}")
-    if differing:
-        damage.append("the magic in front is damaged")  # the schema behind it has a checksum and says what this is
-    schema, header, first = _read_schema(data, content, name)
+    header, first = read_heading(data, content, name, damage)
     scan = Scan(header, SegmentIndex(), damage=damage)
-    for batch in _batches(data, content, first, schema, scan):
+    for batch in _batches(data, content, first, scan):
         _keep_good_rows(batch, data, scan)
     return scan
 
@@ -175,34 +158,14 @@ def _read_content(path: Path) -> tuple[bytearray, list[str]]:
     return content, damage
 
 
-def _read_schema(data: pa.Buffer, content: bytearray, name: str) -> tuple[pa.Schema, SegmentHeader, int]:
-    """Schema, header and the offset of the first record batch (after a damaged schema: where to look for one)."""
-    try:
-        message = pa.ipc.read_message(pa.BufferReader(data.slice(len(MAGIC))))
-        schema = pa.ipc.read_schema(message)
-        first = len(MAGIC) + 8 + int.from_bytes(content[len(MAGIC) + 4 : len(MAGIC) + 8], "little")
-        return schema, read_header(schema, name), first
-    except (pa.ArrowException, OSError, EOFError, ValueError, FormatError) as error:
-        front = error
-    try:
-        schema = pa.ipc.open_file(pa.BufferReader(data)).schema
-        return schema, read_header(schema, name), len(MAGIC)
-    except (pa.ArrowException, OSError, EOFError, ValueError):
-        if isinstance(front, FormatError):
-            raise front from None
-        raise FormatError(f"segment schema is unreadable, segment={name} cause={front}") from front
-
-
-def _batches(
-    data: pa.Buffer, content: bytearray, offset: int, schema: pa.Schema, scan: Scan
-) -> Iterator[pa.RecordBatch]:
+def _batches(data: pa.Buffer, content: bytearray, offset: int, scan: Scan) -> Iterator[pa.RecordBatch]:
     size = len(content)
     while offset < size:
-        if _is_end_of_stream(content, offset):
+        if is_end_of_stream(content, offset):
             return
-        batch, length = _read_batch(data, content, offset, schema)
+        batch, length = read_batch(data, content, offset)
         if batch is None:
-            found = _next_batch(data, content, offset, schema)
+            found = next_batch(data, content, offset)
             if found is None:
                 scan.torn_bytes = size - offset
                 return
@@ -211,50 +174,6 @@ def _batches(
             offset = following
         yield batch
         offset += length
-
-
-def _read_batch(
-    data: pa.Buffer, content: bytearray, offset: int, schema: pa.Schema
-) -> tuple[pa.RecordBatch | None, int]:
-    metadata_bytes = int.from_bytes(content[offset + 4 : offset + 8], "little")
-    if content[offset : offset + 4] != _CONTINUATION or not 0 < metadata_bytes <= METADATA_BYTES_MAX:
-        return None, 0
-    try:
-        message = pa.ipc.read_message(pa.BufferReader(data.slice(offset)))
-        batch = pa.ipc.read_record_batch(message, schema)
-        batch.validate(full=True)
-    except (pa.ArrowException, OSError, EOFError, ValueError):
-        return None, 0
-    return batch, 8 + metadata_bytes + (message.body.size if message.body is not None else 0)
-
-
-def _is_end_of_stream(content: bytearray, offset: int) -> bool:
-    """Whether the stream ends here: its mark, then a footer that fills the file.
-
-    The mark alone proves nothing: a message whose length was zeroed looks the same and has good rows behind it.
-    """
-    if content[offset : offset + 8] != _END_OF_STREAM or not content.endswith(_FOOTER_MAGIC):
-        return False
-    footer_bytes = int.from_bytes(content[-_FOOTER_TAIL_BYTES : -len(_FOOTER_MAGIC)], "little")
-    return offset + 8 + footer_bytes + _FOOTER_TAIL_BYTES == len(content)
-
-
-def _next_batch(
-    data: pa.Buffer, content: bytearray, offset: int, schema: pa.Schema
-) -> tuple[int, pa.RecordBatch, int] | None:
-    """The first readable batch behind ``offset``, by its marker; messages start at multiples of 8.
-
-    Vectorised: codes of all ones look like a marker at every eighth byte.
-    """
-    begin = offset // 8 * 8 + 8
-    words = np.frombuffer(content, "<u4", count=max(len(content) - begin, 0) // 8 * 2, offset=min(begin, len(content)))
-    marks, sizes = words[0::2], words[1::2]
-    likely = (marks == 0xFFFF_FFFF) & (sizes > 0) & (sizes <= METADATA_BYTES_MAX) & (sizes % 8 == 0)
-    for position in (begin + 8 * np.flatnonzero(likely)).tolist():
-        batch, length = _read_batch(data, content, position, schema)
-        if batch is not None:
-            return position, batch, length
-    return None
 
 
 def _keep_good_rows(batch: pa.RecordBatch, data: pa.Buffer, scan: Scan) -> None:

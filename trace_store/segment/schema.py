@@ -106,7 +106,11 @@ def read_header(schema: pa.Schema, name: str) -> SegmentHeader:
         raise FormatError(f"segment metadata does not match its checksum, segment={name}")
     if version not in READABLE_VERSIONS:
         raise UnknownVersion(f"segment has an unknown format version, segment={name} version={version}")
-    if [(field.name, field.type) for field in schema] != list(COLUMNS):
+    try:
+        columns = [(field.name, field.type) for field in schema]
+    except UnicodeDecodeError:
+        columns = []
+    if columns != list(COLUMNS):
         raise FormatError(f"segment has other columns than format {version}, segment={name}")
     try:
         return SegmentHeader(

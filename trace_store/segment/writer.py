@@ -31,6 +31,7 @@ from trace_store.chunk import Chunk, iterate_records, shape_of
 from trace_store.errors import StorageFailed, StorageFull, TraceStoreError
 from trace_store.segment.align import lead_bytes, padding
 from trace_store.segment.columns import BatchTemplate
+from trace_store.segment.heading import COPY_AGAIN_BYTES, make_copy
 from trace_store.segment.index import ROW, SegmentIndex
 from trace_store.segment.reserve import Reservation
 from trace_store.segment.schema import (
@@ -128,6 +129,7 @@ class SegmentWriter:
         self.discarded = False
         """Set when the partition is released: what then fails on its removed files is no failure."""
         self._schema = make_schema(header)
+        self._copies_due = [0, COPY_AGAIN_BYTES]
         self._compressor = zstandard.ZstdCompressor(level=1)
         self._sink = _Sink()
         self._reservation = Reservation()
@@ -202,10 +204,18 @@ class SegmentWriter:
         """Write a batch, with ``content`` in place of its buffers at some addresses; file positions by address.
         ``lead``: its ``lead_bytes``."""
         self._sink.content = content or {}
-        self._arrow.write_batch(batch, custom_metadata=padding(self._sink.position, lead))
+        self._encode_batch(batch, lead)
         places = self._sink.places
         self._flush()
         return places
+
+    def _encode_batch(self, batch: pa.RecordBatch, lead: int) -> None:
+        """Give a batch to the sink; aligned, or with a copy of the schema's metadata where one is due."""
+        copy: dict[bytes, bytes] = {}
+        if self._copies_due and self._sink.position >= self._copies_due[0]:
+            del self._copies_due[0]
+            copy = make_copy(self._schema)
+        self._arrow.write_batch(batch, custom_metadata=copy or padding(self._sink.position, lead))
 
     def sync(self) -> None:
         """Make everything written so far survive a power cut.
@@ -232,7 +242,8 @@ class SegmentWriter:
         blob = self.index.to_bytes()
         if self.abandoned is not None:
             raise self.abandoned
-        self._arrow.write_batch(self._single_row(RowKind.INDEX, "", 0, 0, 0, blob))
+        index = self._single_row(RowKind.INDEX, "", 0, 0, 0, blob)
+        self._encode_batch(index, lead_bytes(index))
         self._arrow.close()
         self._flush()
         with contextlib.suppress(OSError):  # then the blocks stay with the file, unused

@@ -28,6 +28,10 @@ class Objects(Protocol):
     def keys(self, partition: Partition) -> list[str]:
         """Objects of a partition and of its segments on their way there. Wants the lock held; makes no request."""
 
+    def doubt(self, partition: Partition) -> str:
+        """Why the store may hold segments of a partition that the catalog lacks, empty if it does not; makes no
+        request."""
+
     def released(self, partition: Partition, directory: Path, keys: list[str]) -> None:
         """The partition was renamed to ``directory``: delete the objects, then the directory."""
 

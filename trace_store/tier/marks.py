@@ -9,6 +9,12 @@ the server was killed between the put and the mark (or never heard the put's ans
 meanwhile. Nobody can tell these apart, and nothing may be lost: then the released rows are back, for all servers, until
 they are released again. That takes a kill within the milliseconds in between, as a mark is synced before its upload
 counts as done.
+
+A note here that a put has begun would not tell them apart either, as a release leaves nothing in the bucket, and one of
+the partition need not have known this segment. A second object per upload could, put before it and deleted with it by
+whoever releases it: if that one was there and is not, so was the segment. That is two more requests a segment, and rows
+that were acknowledged would hang on nobody else ever deleting such an object, also while a bucket is replaced. Rows
+that come back are the lesser evil.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ from trace_store.tier.follower import Follower
 from trace_store.tier.joining import Joining
 from trace_store.tier.layout import Place, object_key, partition_place, place_of
 from trace_store.tier.loading import Loader
+from trace_store.tier.looks import Looks
 from trace_store.tier.marks import IDENTITY_FILE, BucketIdentity, mark_uploaded
 from trace_store.tier.releases import Releases
 from trace_store.tier.uploader import Upload, Uploader
@@ -86,10 +87,14 @@ class TierStatus:
 
 @dataclass(frozen=True)
 class Loaded:
-    """Segments that a look into the bucket brought, and why it failed, if it did."""
+    """Segments that a look into the bucket brought, and why it failed, if it did.
+
+    ``listed``: whether the bucket has said now what it holds of the partition, be it readable or not.
+    """
 
     segments: int
     failure: str
+    listed: bool = False
 
 
 class ObjectTier:
@@ -109,6 +114,7 @@ class ObjectTier:
         self.loader = Loader(volume, self.view)
         self.cache = LocalCache(volume, store)
         self.evictor = Evictor(volume, store)
+        self._looks = Looks(clock)
         self.read_pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="trace-store-ahead")
         self._uploader = Uploader(store, self.capabilities.create_once, clock)
         self._releases = Releases(volume, store, self.view, self._uploader)
@@ -326,15 +332,26 @@ class ObjectTier:
         return self._load(run, place_of(run.name, partition), relist_s=0.0)
 
     def _load(self, run: Run, place: Place, relist_s: float | None = None) -> Loaded:
+        self._looks.begin(place)
+        listed, failure, loaded = False, "", 0
         try:
             self._check_joined()
-            if relist_s is not None:
-                self.view.refresh_place(place, relist_s)
-            return Loaded(self.loader.load(run, place) if self.loader.missing(place) else 0, "")
+            listed = relist_s is not None and self.view.refresh_place(place, relist_s)
+            loaded = self.loader.load(run, place) if self.loader.missing(place) else 0
         except StorageFailed as error:
+            failure = str(error)
             if self.joined:
-                self._unreachable = str(error)
-            return Loaded(0, str(error))
+                self._unreachable = failure
+        finally:
+            self._looks.end(place, failure, listed)
+        # A look that was held back knows no more than the one before it did.
+        return Loaded(loaded, failure or (self._looks.doubt(place) if relist_s is not None else ""), listed)
+
+    def doubt(self, partition: Partition) -> str:
+        place = partition_place(partition)
+        if not self.joined:
+            return self._not_joined
+        return self._looks.doubt(place) or ("segments of it are being loaded" if self.loader.missing(place) else "")
 
     def find_runs(self) -> None:
         """Enter every run of the bucket in the catalog. Raises StorageFailed."""
@@ -367,8 +384,10 @@ class ObjectTier:
         if not self.joined:
             self._joining.try_again()
         if self._follower is not None and self.joined:
+            began = self._clock()
             self._unreachable = self._follower.follow()
             if not self._unreachable:
+                self._looks.listed_all(began)
                 self.evictor.reconsider()
 
     # -- eviction
