@@ -14,9 +14,11 @@ from trace_store import Site
 from trace_store.checksum import RowKind
 from trace_store.errors import StorageFailed, StorageFull
 from trace_store.segment import reserve
+from trace_store.segment.align import ALIGN_BYTES
+from trace_store.segment.heading import make_copy
 from trace_store.segment.reader import open_sealed
 from trace_store.segment.scan import scan_segment
-from trace_store.segment.schema import COLUMNS, SegmentHeader
+from trace_store.segment.schema import COLUMNS, SegmentHeader, make_schema
 from trace_store.segment.writer import SegmentWriter
 from trace_store.testing.records import join_chunks, make_chunk
 
@@ -167,3 +169,17 @@ def test_where_nothing_can_be_reserved_writes_go_on(writer: SegmentWriter, monke
     assert len(tries) == 1, "asked once a file"
     _, index = open_sealed(writer.seal())
     assert index.records == 10
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_codes_start_where_copies_are_fast(writer: SegmentWriter, compress: bool) -> None:
+    """At multiples of 64, whatever stands before them: names, numbers of records, controls, scales of any length."""
+    with_copy = len(make_copy(make_schema(HEADER))) * 2  # header space of two batches belongs to the metadata's copy
+    for number in range(200):
+        writer.append_chunk(chunk(3 * number, 3 * number + 1 + number % 3, "t" * (1 + number % 7)), compress)
+        if number % 5 == 0:
+            writer.append_controls([(RowKind.KNOWN, "e" * (1 + number % 11), 0, 0, 1, 0)])
+    records = writer.index.rows[writer.index.rows["kind"] == RowKind.RECORD]
+    first_of_batch = records["codes_offset"][records["site"] == 0]
+    assert len(first_of_batch) == 200
+    assert (first_of_batch % ALIGN_BYTES != 0).sum() <= with_copy

@@ -21,7 +21,7 @@ _ARROW_BYTES = 8
 
 _CODES = [field.name for field in FIELDS].index("codes")
 
-_PADS = [pa.KeyValueMetadata({"pad": " " * size}) for size in range(0, ALIGN_BYTES, _ARROW_BYTES)]
+_PADS = [pa.KeyValueMetadata({"trace_store.pad": " " * size}) for size in range(0, ALIGN_BYTES, _ARROW_BYTES)]
 
 
 def lead_bytes(batch: pa.RecordBatch) -> int:
