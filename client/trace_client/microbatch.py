@@ -49,12 +49,13 @@ class MissingRows:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the arrays of a microbatch lie in one flat memory: byte offsets, one a site.
+    """Where the arrays of a microbatch lie in one flat memory.
 
     Attributes:
         rows: rows of every array.
-        sites: the sites, in the order of the offsets.
+        codes, scales, tensors: byte offsets, one a site.
         size: bytes in all.
+        row_bytes: bytes of a row of codes, scales and tensor scales.
     """
 
     rows: int
@@ -63,6 +64,7 @@ class Layout:
     scales: tuple[int, ...]
     tensors: tuple[int, ...]
     size: int
+    row_bytes: tuple[tuple[int, int, int], ...]
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Microbatch:
     attempts: dict[str, int] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict, repr=False)
     """trajectory -> which seal of that attempt, as servers number them; 0 for an open attempt."""
-    layout: Layout = field(default=Layout(0, (), (), (), (), 0), repr=False)
+    layout: Layout = field(default=Layout(0, (), (), (), (), 0, ()), repr=False)
     memory: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8), repr=False)
     """Flat memory that the layout divides; planes, scales and tensor scales are views of it."""
     all_valid: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), np.bool_), repr=False)
@@ -106,7 +108,8 @@ def plan_layout(sites: Sequence[Site], rows: int) -> Layout:
             columns[-1].append(offset)
             offset += -(-size * rows // ALIGNMENT) * ALIGNMENT
     codes, scales, tensors = map(tuple, columns)
-    return Layout(rows, tuple(sites), codes, scales, tensors, offset)
+    each = tuple((site.code_bytes, site.scale_bytes, 4) for site in sites)
+    return Layout(rows, tuple(sites), codes, scales, tensors, offset, each)
 
 
 def view_microbatch(memory: npt.NDArray[np.uint8], layout: Layout) -> Microbatch:
@@ -205,27 +208,21 @@ def place(
     Raises:
         DataLoss: the frame does not fit the microbatch.
     """
-    layout, memory = batch.layout, batch.memory.data
-    sites = layout.sites
+    layout, memory, valid = batch.layout, batch.memory.data, batch.all_valid
     counts = list(zip(positions, dest_rows, rows, strict=True))
-    code = 0
-    scale = sum([sites[position].code_bytes * count for position, _, count in counts])
-    tensor = scale + sum([sites[position].scale_bytes * count for position, _, count in counts])
-    if tensor + 4 * sum(rows) != payload.nbytes:
-        raise DataLoss(f"a read message does not fit its header, bytes={payload.nbytes}")
     if any(low + count > layout.rows for _, low, count in counts):
         raise DataLoss(f"a read message names rows beyond the request, rows={layout.rows}")
+    sizes = [[layout.row_bytes[position][column] * count for position, _, count in counts] for column in range(3)]
+    if sum(map(sum, sizes)) != payload.nbytes:
+        raise DataLoss(f"a read message does not fit its header, bytes={payload.nbytes}")
+    source = 0
+    for starts, column in zip((layout.codes, layout.scales, layout.tensors), range(3), strict=True):
+        for (position, low, _), size in zip(counts, sizes[column], strict=True):
+            target = starts[position] + low * layout.row_bytes[position][column]
+            memory[target : target + size] = payload[source : source + size]
+            source += size
     for position, low, count in counts:
-        site = sites[position]
-        for start, row_bytes, source in (
-            (layout.codes[position], site.code_bytes, code),
-            (layout.scales[position], site.scale_bytes, scale),
-            (layout.tensors[position], 4, tensor),
-        ):
-            target = start + low * row_bytes
-            memory[target : target + count * row_bytes] = payload[source : source + count * row_bytes]
-        batch.all_valid[position, low : low + count] = True
-        code, scale, tensor = code + site.code_bytes * count, scale + site.scale_bytes * count, tensor + 4 * count
+        valid[position, low : low + count] = True
 
 
 def rows_of(spans: Sequence[TokenSpan]) -> int:
