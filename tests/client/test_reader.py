@@ -146,7 +146,7 @@ def test_thousands_of_spans_in_one_read(client: Any, run: str, rows: Any, sites:
 
 def test_a_read_too_large_for_an_arena_comes_over_the_connection() -> None:
     asked: list[int] = []
-    arenas: Any = SimpleNamespace(attach=lambda size: asked.append(size))
+    arenas: Any = SimpleNamespace(attach=lambda size, timeout_s: asked.append(size))
     buffers = trace_client.Buffers()
     assert buffers.arena(arenas, ARENA_BYTES_MAX + 1) is None
     assert asked == []
