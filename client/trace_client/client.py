@@ -77,6 +77,8 @@ class Client:
     def register(self, run: str, sites: Sequence[Site]) -> bool:
         """Create a run with its site table, durably. True if it is new; the same table again is fine.
 
+        False also where the connection broke after the server had created it, and the call was made again.
+
         Raises:
             SchemaMismatch: the run has another table.
         """
@@ -97,7 +99,9 @@ class Client:
         return Reader(self._channel, run, partition)
 
     def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> int:
-        """Forget a partition, or some of its trajectories, durably. Returns how many were there."""
+        """Forget a partition, or some of its trajectories, durably. Returns how many were there.
+
+        0 also where the connection broke after the server had released them, and the call was made again."""
         if isinstance(trajectories, (str, bytes)):
             raise InvalidRequest("trajectories must be a sequence of names, got one string", argument="trajectories")
         names = None if trajectories is None else [check_name(name, "trajectories") for name in trajectories]
