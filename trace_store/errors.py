@@ -26,9 +26,25 @@ from __future__ import annotations
 
 
 class TraceStoreError(Exception):
-    """Base of every error that this product raises on purpose."""
+    """Base of every error that this product raises on purpose.
+
+    Attributes:
+        retryable: whether the same call may succeed later.
+        others: errors of the same call that are not of this one's making, such as those of other trajectories in a
+            flush. The text names the first OTHERS_SHOWN of them.
+    """
+
+    OTHERS_SHOWN = 3
 
     retryable: bool = False
+    others: tuple[TraceStoreError, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.others:
+            return super().__str__()
+        shown = "; ".join(f"{type(error).__name__}: {error}" for error in self.others[: self.OTHERS_SHOWN])
+        left = len(self.others) - self.OTHERS_SHOWN
+        return f"{super().__str__()} [others={len(self.others)}: {shown}{'; ...' if left > 0 else ''}]"
 
 
 class InvalidRequest(TraceStoreError, ValueError):

@@ -31,3 +31,7 @@ GROUPS_MAX = 65_536
 
 SPANS_MAX = 65_536
 """Spans of one read."""
+
+PING_INTERVAL_S = 5.0
+"""How often a client with a call under way asks whether the server's process still runs. A server takes pings twice as
+often: gRPC's own rule, one in five minutes, would end the connection."""

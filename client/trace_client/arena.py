@@ -13,12 +13,13 @@ import queue
 import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import numpy as np
 import numpy.typing as npt
 
+from trace_client import fork
 from trace_store.arena import ARENA_BYTES_MAX, PAGE_BYTES, SECRET_BYTES, arena_directory, is_arena_name, map_arena
 from trace_store.errors import DeadlineExceeded, InvalidRequest, TraceStoreError, Unavailable, Unsupported
 from trace_store.record import check_int
@@ -54,6 +55,9 @@ class Arena:
         self._outgoing.put(None)
         self._call.cancel()
 
+    def __reduce__(self) -> NoReturn:
+        fork.refuse_pickling("memory that is shared with a server")
+
     def __del__(self) -> None:
         self._outgoing.put(None)
 
@@ -64,7 +68,8 @@ class Arenas:
     Attributes:
         mode: ``auto``, ``off`` or ``required``.
         reason: one line for a person on why the path is what it is.
-        usable: whether arenas work with this server.
+        usable: whether arenas work with this server, so that it is worth asking for one.
+        granted: whether the last one that was asked for was had.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class Arenas:
         if mode not in MODES:
             raise InvalidRequest(f"arena must be one of {MODES}, got={mode!r}", argument="arena")
         self._open_call, self._error = open_call, error
-        self.mode, self.usable = mode, mode != "off"
+        self.mode, self.usable, self.granted = mode, mode != "off", False
         self.reason = "arena='off' was asked for" if mode == "off" else "not tried yet"
 
     def probe(self) -> None:
@@ -86,8 +91,11 @@ class Arenas:
         if arena is not None:
             arena.close()
 
-    def attach(self, size: int) -> Arena | None:
+    def attach(self, size: int, timeout_s: float = ATTACH_TIMEOUT_S) -> Arena | None:
         """A new arena of ``size`` bytes or a little more; None where the stream must carry the bytes.
+
+        Args:
+            timeout_s: longest wait, ATTACH_TIMEOUT_S at most.
 
         Raises:
             Unsupported: there is none, and the mode is ``required``.
@@ -97,24 +105,24 @@ class Arenas:
             return None
         check_int(size, "arena_bytes", PAGE_BYTES, ARENA_BYTES_MAX)
         try:
-            arena = self._attach(size)
+            arena = self._attach(size, min(timeout_s, ATTACH_TIMEOUT_S))
         except Unavailable:
             raise  # the server is away; that says nothing about arenas
         except TraceStoreError as error:
-            self.reason = f"no arena: {error}"
+            self.reason, self.granted = f"no arena: {error}", False
             # A server that is merely out of memory may have some for the next caller.
             self.usable = error.retryable or self.mode == "required"
             if self.mode == "required":
                 raise Unsupported(f"arena='required' and {self.reason}") from error
             return None
-        self.reason = f"server and client share memory in {arena_directory()}"
+        self.reason, self.granted = f"server and client share memory in {arena_directory()}", True
         return arena
 
-    def _attach(self, size: int) -> Arena:
+    def _attach(self, size: int, timeout_s: float) -> Arena:
         outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         outgoing.put(service_pb2.AttachArenaRequest(size_bytes=size).SerializeToString())
         call = self._open_call(_drawn(outgoing))
-        timer = threading.Timer(ATTACH_TIMEOUT_S, call.cancel)
+        timer = threading.Timer(timeout_s, call.cancel)
         timer.start()
         try:
             offered = service_pb2.AttachArenaResponse.FromString(next(call))
@@ -129,7 +137,7 @@ class Arenas:
             return Arena(call, outgoing, mapping, attached.arena)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.CANCELLED:
-                raise DeadlineExceeded(f"no arena within {ATTACH_TIMEOUT_S:g} s") from None
+                raise DeadlineExceeded(f"no arena within {timeout_s:.3g} s") from None
             raise self._error(error) from None
         except StopIteration:
             raise Unsupported("the server ended the call") from None

@@ -1,13 +1,21 @@
-"""The channel to a server: options, credentials, deadlines, and gRPC failures turned into errors of the tree."""
+"""The channel to a server: options, credentials, deadlines, and gRPC failures turned into errors of the tree.
+
+A server that went away is looked for during RECONNECT_WAIT_S, since it may be back already. One that hangs is noticed
+by its silence: while a call is under way gRPC pings its process each PING_INTERVAL_S, and when an answer takes longer
+than PING_TIMEOUT_S every call ends as Unavailable. A process that merely waits for a slow disk, or whose Python code is
+busy, answers pings, so that long waits stay legal.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 
@@ -25,7 +33,7 @@ from trace_store.errors import (
     Unavailable,
     Unsupported,
 )
-from trace_store.limits import FRAME_BYTES_MAX
+from trace_store.limits import FRAME_BYTES_MAX, PING_INTERVAL_S
 from trace_store.record import Site
 from trace_store.v1 import record_pb2
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
@@ -35,10 +43,26 @@ CALL_TIMEOUT_S = 60.0
 
 CONNECT_TIMEOUT_S = 10.0
 
+CONNECTION_TIMEOUT_S = 5.0
+"""Longest wait for one connection. Calls wait for it too, and the host may be gone; gRPC's own value is 20 s."""
+
+PING_TIMEOUT_S = 10.0
+"""Longest wait for the answer to a ping: a machine that is moved or starved of CPU for some seconds is not gone."""
+
+RECONNECT_WAIT_S = 1.0
+"""How long a call whose connection broke is tried again: a server that is back is found, one that is not is told."""
+
+RECONNECT_BACKOFF_S = 0.5
+"""Longest pause between two connections of a channel, with 20 % of chance on top: within RECONNECT_WAIT_S."""
+
+RECONNECT_PAUSE_S = 0.05
+
 MESSAGE_OVERHEAD_BYTES = 64 << 10
 
 METADATA_BYTES_MAX = 64 << 10
 """Trailing metadata that the client accepts: an Incomplete names up to 256 holes, gRPC's own default is 8 KiB."""
+
+_Answer = TypeVar("_Answer")
 
 _BARE: dict[grpc.StatusCode, type[TraceStoreError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
@@ -61,7 +85,11 @@ class Tls:
 
 
 class Channel:
-    """One gRPC channel and its stubs. Thread-safe. Bulk methods carry raw frames."""
+    """One gRPC channel and its stubs. Thread-safe. Bulk methods carry raw frames.
+
+    Args:
+        alone: there is no other server to go to, so that calls wait RECONNECT_WAIT_S for this one.
+    """
 
     def __init__(
         self,
@@ -70,11 +98,13 @@ class Channel:
         token: str | None,
         arena: str = "off",
         files: SegmentFiles | None = None,
+        *,
+        alone: bool = True,
     ) -> None:
         if not isinstance(target, str) or not target or (":" not in target and not target.startswith("unix:")):
             raise InvalidRequest(f"target must be host:port or unix:/path, got={target!r}", argument="target")
         fork.check_connect()
-        self.target = target
+        self.target, self._alone = target, alone
         self._process, self._closed = os.getpid(), False
         self._metadata = (("authorization", f"Bearer {_check_token(token)}"),) if token else ()
         limit = FRAME_BYTES_MAX + MESSAGE_OVERHEAD_BYTES
@@ -87,7 +117,12 @@ class Channel:
             ("grpc.enable_http_proxy", 0),
             # A restarted server is found within a second, not after the default backoff of up to two minutes.
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.max_reconnect_backoff_ms", int(1000 * RECONNECT_BACKOFF_S)),
+            ("grpc.min_reconnect_backoff_ms", int(1000 * CONNECTION_TIMEOUT_S)),  # despite its name
+            ("grpc.keepalive_time_ms", int(1000 * PING_INTERVAL_S)),
+            ("grpc.keepalive_timeout_ms", int(1000 * PING_TIMEOUT_S)),
+            ("grpc.http2.ping_timeout_ms", int(1000 * PING_TIMEOUT_S)),  # 60 s where only the other one is set
+            ("grpc.http2.max_pings_without_data", 0),
         ]
         if tls is None:
             self._channel = grpc.insecure_channel(target, options)
@@ -123,6 +158,9 @@ class Channel:
         if self._offered_files is not None:
             self._offered_files.close()
 
+    def __reduce__(self) -> NoReturn:
+        fork.refuse_pickling("a client, and its writers and readers,")
+
     def check_usable(self) -> None:
         """Raise what gRPC would answer with a hang or a stray ValueError.
 
@@ -157,12 +195,35 @@ class Channel:
             ) from None
 
     def call(self, method: str, request: Any, table: Sequence[Site] = (), timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        """A control call. Raises the error that the server raised."""
-        self.check_usable()
-        try:
-            return self._calls[method](request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=False)
-        except grpc.RpcError as error:
-            raise self.error(error, table) from None
+        """A control call, made again when its connection broke: all of them may come twice. Raises the error that the
+        server raised."""
+        deadline = time.monotonic() + timeout_s
+
+        def once() -> Any:
+            self.check_usable()
+            try:
+                return self._calls[method](request, timeout=left(deadline), metadata=self._metadata)
+            except grpc.RpcError as error:
+                raise self.error(error, table) from None
+
+        return self.reconnecting(once, deadline)
+
+    def reconnecting(self, attempt: Callable[[], _Answer], deadline: float = math.inf) -> _Answer:
+        """Result of an attempt that may be made twice; made again when the connection broke, for RECONNECT_WAIT_S.
+
+        Raises:
+            Unavailable: the server did not come back in that time, or there are others to go to.
+        """
+        until: float | None = None
+        while True:
+            try:
+                return attempt()
+            except Unavailable:
+                now = time.monotonic()
+                until = min(now + RECONNECT_WAIT_S, deadline) if until is None else until
+                if not self._alone or now + RECONNECT_PAUSE_S > until:
+                    raise
+            time.sleep(RECONNECT_PAUSE_S)
 
     def append_stream(self, requests: Any) -> Any:
         """Open an Append stream; iterating it gives encoded AppendResponse messages."""
@@ -177,21 +238,21 @@ class Channel:
         self.check_usable()
         return self._read(request, metadata=self._metadata, timeout=timeout_s)
 
-    def files(self) -> SegmentFiles | None:
+    def files(self, timeout_s: float = CALL_TIMEOUT_S) -> SegmentFiles | None:
         """The data directory that this client was given, if it is this server's. Raises TraceStoreError."""
         if self._offered_files is not None and not self._files_asked:
-            identity = self.call("Status", service_pb2.StatusRequest()).data_directory
+            identity = self.call("Status", service_pb2.StatusRequest(), timeout_s=timeout_s).data_directory
             if identity != self._offered_files.identity:
                 self._offered_files = None
             self._files_asked = True
         return self._offered_files
 
-    def table(self, run: str) -> tuple[Site, ...]:
+    def table(self, run: str, timeout_s: float = CALL_TIMEOUT_S) -> tuple[Site, ...]:
         """Site table of a run, asked once."""
         with self._tables_lock:
             if run in self._tables:
                 return self._tables[run]
-        response = self.call("DescribeRun", service_pb2.DescribeRunRequest(run=run))
+        response = self.call("DescribeRun", service_pb2.DescribeRunRequest(run=run), timeout_s=timeout_s)
         table = tuple(wire.site_from_wire(site) for site in response.sites)
         with self._tables_lock:
             return self._tables.setdefault(run, table)
@@ -211,6 +272,18 @@ class Channel:
         kind = Unavailable if gone else _BARE.get(code, TraceStoreError)
         hint = "; the server went away or is not there, retrying is safe" if kind is Unavailable else ""
         return kind(f"call failed: {details}{hint}, status={code.name} target={self.target}")
+
+
+def deadline_of(timeout_s: object) -> float:
+    """When a call that starts now must end, by the monotonic clock. Raises InvalidRequest."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not math.isfinite(timeout_s):
+        raise InvalidRequest(f"timeout_s must be a number of seconds, got={timeout_s!r}", argument="timeout_s")
+    return time.monotonic() + timeout_s
+
+
+def left(deadline: float) -> float:
+    """Seconds until a deadline of the monotonic clock, 0 when it has passed."""
+    return max(0.0, deadline - time.monotonic())
 
 
 def _trailing(error: Any) -> Sequence[tuple[str, bytes]]:

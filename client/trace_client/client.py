@@ -59,9 +59,12 @@ class Client:
 
     def describe(self) -> dict[str, str]:
         """How bytes travel: ``target``, ``path`` (``arena`` or ``stream``), ``reason``, the ``arena`` mode; for reads
-        ``reads``, which is ``files`` where the client reads sealed segments itself, and ``reads_reason``."""
+        ``reads``, which is ``files`` where the client reads sealed segments itself, and ``reads_reason``.
+
+        ``path`` and ``reason`` are of the last time that a writer or reader asked for shared memory: ``stream`` where
+        it got none, although others may have theirs from before."""
         arenas, files = self._channel.arenas, self._channel.files()
-        path = "arena" if arenas.usable else "stream"
+        path = "arena" if arenas.usable and arenas.granted else "stream"
         return {
             "target": self._channel.target,
             "path": path,
@@ -73,6 +76,8 @@ class Client:
 
     def register(self, run: str, sites: Sequence[Site]) -> bool:
         """Create a run with its site table, durably. True if it is new; the same table again is fine.
+
+        False also where the connection broke after the server had created it, and the call was made again.
 
         Raises:
             SchemaMismatch: the run has another table.
@@ -94,7 +99,9 @@ class Client:
         return Reader(self._channel, run, partition)
 
     def release(self, run: str, partition: str, trajectories: Sequence[str] | None = None) -> int:
-        """Forget a partition, or some of its trajectories, durably. Returns how many were there."""
+        """Forget a partition, or some of its trajectories, durably. Returns how many were there.
+
+        0 also where the connection broke after the server had released them, and the call was made again."""
         if isinstance(trajectories, (str, bytes)):
             raise InvalidRequest("trajectories must be a sequence of names, got one string", argument="trajectories")
         names = None if trajectories is None else [check_name(name, "trajectories") for name in trajectories]
@@ -224,6 +231,15 @@ def connect(
 ) -> Client:
     """Connect to a server and wait until it answers; or to several that share an object store.
 
+    What a call says when the server is not there, once connected:
+
+    - It ended, and its port refuses: the call is tried again for 1 s, so that a restart goes unnoticed where it can be,
+      then Unavailable. Appends and seals under way look for it for 30 s. With several servers the next one is asked at
+      once instead.
+    - It hangs (stopped, its host gone or cut off): Unavailable within 20 s, for appends and seals of a single server
+      within 50 s; DeadlineExceeded when the ``timeout_s`` of a read ends before. A server that works and waits for a
+      slow disk never counts as hung.
+
     Args:
         target: ``host:port`` or ``unix:/path``; a list of them, or a string with commas, for several servers.
         tls: None for plain text; ``Tls()`` trusts the system's authorities.
@@ -244,7 +260,7 @@ def connect(
     targets = split_targets(target)
     if len(targets) > 1 or not isinstance(target, str):
         files = None if data_dir is None else SegmentFiles(data_dir)
-        fleet = Fleet([Channel(name, tls, token, arena, files) for name in targets])
+        fleet = Fleet([Channel(name, tls, token, arena, files, alone=False) for name in targets])
         try:
             fleet.connect()
             if files is not None and not any(endpoint.channel.files() for endpoint in fleet.in_order()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from trace_client.arena import Arena
+from trace_client.channel import deadline_of, left
 from trace_client.fleet import GONE, Endpoint, Fleet
 from trace_client.fleet_merge import invalidate, merge, packed
 from trace_client.microbatch import (
@@ -22,12 +24,16 @@ from trace_client.microbatch import (
     view_microbatch,
 )
 from trace_client.prefetch import Prefetch
-from trace_client.reader import READ_TIMEOUT_S, Reader, Span, check_spans
-from trace_store.errors import InvalidRequest, TraceStoreError, Unavailable, Unsupported
+from trace_client.reader import READ_TIMEOUT_S, Reader, Span, check_out, check_spans
+from trace_store.errors import DeadlineExceeded, InvalidRequest, TraceStoreError, Unavailable, Unsupported
 from trace_store.record import Receipt, Site, TokenSpan, check_name
 
 REMEMBERED_MAX = 100_000
 """Trajectories whose server is remembered, of one reader; then it starts anew."""
+
+SPARED_S = 20.0
+"""What a server leaves of a read's time to the others that could be asked instead, half of the time at most. One that
+hangs is noticed by then."""
 
 UNREACHABLE = "server unreachable"
 """Reason of rows that no server that answers knows, while one does not answer."""
@@ -87,13 +93,16 @@ class FleetReader:
         Raises:
             InvalidRequest: names the argument.
             Unavailable: no server answers.
+            DeadlineExceeded: ``timeout_s`` bounds the whole call; it ended while a server was still to be asked.
         """
+        deadline = deadline_of(timeout_s)
         wanted = check_spans(spans)
+        check_out(out)
         chosen = self.sites if sites is None else tuple(sites)
-        options = {"include_open": include_open, "policy_version_min": policy_version_min, "timeout_s": timeout_s}
+        options = {"include_open": include_open, "policy_version_min": policy_version_min, "deadline": deadline}
         layout = plan_layout(self._check(chosen), rows_of(wanted))
         buffers = out if out is not None else self._spare.take()
-        shared = self._share(buffers, layout.size, wanted)
+        shared = self._share(buffers, layout.size, wanted, deadline)
         if shared is not None:
             batch = view_microbatch(shared.arena.array(), layout)
             if out is None:
@@ -129,11 +138,15 @@ class FleetReader:
             for endpoint, numbers in groups:
                 for number in numbers:
                     asked[number].append(endpoint)
+                if not left(options["deadline"]):
+                    raise DeadlineExceeded("the read's time ended before every server was asked") from failure
+                others = [other for other in self._fleet.in_order() if any(other not in asked[n] for n in numbers)]
+                limited = {**options, "deadline": _shared_time(options["deadline"], alone=not others)}
                 asked_now = [wanted[number] for number in numbers]
                 again = not answered.isdisjoint(span.trajectory for span in asked_now)
                 try:
                     arena = shared.arena if shared is not None and shared.endpoint is endpoint else None
-                    part = self._fill(endpoint, batch, asked_now, chosen, options, again=again, arena=arena)
+                    part = self._fill(endpoint, batch, asked_now, chosen, limited, again=again, arena=arena)
                 except GONE as error:
                     endpoint.mark_down()
                     failure = error
@@ -150,13 +163,13 @@ class FleetReader:
         self._report(batch, wanted, chosen, reasons)
         return batch
 
-    def _share(self, buffers: Buffers, size: int, wanted: Sequence[TokenSpan]) -> _Shared | None:
+    def _share(self, buffers: Buffers, size: int, wanted: Sequence[TokenSpan], deadline: float) -> _Shared | None:
         """Memory that is shared with the server that is asked for most spans, of those on this host."""
         everything = set(range(len(wanted)))
         groups = self._groups(wanted, everything, {number: [] for number in everything})
         for endpoint, _ in sorted(groups, key=lambda group: -len(group[1])):
             try:
-                arena = buffers.arena(endpoint.channel.arenas, size)
+                arena = buffers.arena(endpoint.channel.arenas, size, left(_shared_time(deadline, alone=False)))
             except GONE:
                 endpoint.mark_down()
             except Unsupported:
@@ -214,6 +227,7 @@ class FleetReader:
         reader = self._readers.get(id(endpoint))
         if reader is None:
             try:
+                endpoint.channel.table(self.run, left(options["deadline"]))  # kept, and the reader's as well
                 reader = self._readers[id(endpoint)] = Reader(endpoint.channel, self.run, self.partition)
             except LookupError:  # this server does not know the run
                 return [
@@ -291,6 +305,12 @@ class FleetReader:
                     batch.missing.append(
                         MissingRows(span.trajectory, site, span.start + low, span.start + high, reason)
                     )
+
+
+def _shared_time(deadline: float, *, alone: bool) -> float:
+    """When one server must have answered; ``alone``: no other could be asked instead."""
+    spare = left(deadline)
+    return deadline if alone else time.monotonic() + spare - min(spare / 2, SPARED_S)
 
 
 def _false_runs(valid: np.ndarray) -> list[tuple[int, int]]:

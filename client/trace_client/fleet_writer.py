@@ -75,12 +75,17 @@ class FleetWriter:
         self.close()
 
     def _call(self, call: Callable[[Writer], Answer]) -> Answer:
-        writer = self._writer or self._open()
-        try:
-            return call(writer)
-        except GONE:
-            self._leave()
-            raise
+        tried = 0
+        while True:
+            fresh, writer = self._writer is None, self._writer or self._open()
+            tried += 1
+            try:
+                return call(writer)
+            except GONE:
+                self._leave()
+                # A server that never had a thing of this writer's is left without a word, as long as there are others.
+                if not fresh or tried == len(self._fleet.endpoints):
+                    raise
 
     def _open(self) -> Writer:
         failure: Exception | None = None

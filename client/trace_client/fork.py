@@ -12,6 +12,7 @@ GRPC_ENABLE_FORK_SUPPORT=1 before the first import; then only the parent's conne
 from __future__ import annotations
 
 import os
+from typing import NoReturn
 
 from trace_store.errors import Unsupported
 
@@ -37,6 +38,14 @@ def check_connect() -> None:
             f" or connect after the fork, connected_pid={_connected_pid} pid={os.getpid()}"
         )
     _connected_pid = os.getpid()
+
+
+def refuse_pickling(what: str) -> NoReturn:
+    """Raises Unsupported: what belongs to a connection stays in its process."""
+    raise Unsupported(
+        f"{what} belongs to the process that connected and cannot be pickled or copied; connect in each process: pass"
+        " the address to the worker and call trace_client.connect there. A Microbatch can be pickled"
+    )
 
 
 def check_same_process(pid: int) -> None:

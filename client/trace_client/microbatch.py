@@ -9,11 +9,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trace_client.arena import Arena, Arenas
+from trace_client.arena import ATTACH_TIMEOUT_S, Arena, Arenas
 from trace_store.arena import ARENA_BYTES_MAX
 from trace_store.errors import DataLoss
 from trace_store.record import Site, TokenSpan
@@ -22,6 +23,8 @@ ALIGNMENT = 64
 """Of every array: a cache line, and what device copies like."""
 
 GROWTH_BYTES = 1 << 20
+
+_IN_MEMORY = ("memory", "all_valid", "planes", "scales", "tensor_scales", "valid")
 
 REASONS = {
     1: "unknown trajectory",
@@ -70,7 +73,7 @@ class Layout:
 @dataclass
 class Microbatch:
     """Guidance of one microbatch. Arrays are views of the reader's buffers; with ``prefetch`` they hold until the next
-    iteration.
+    iteration. A copy (``copy.copy``) and one that was pickled have memory of their own, of the size of their rows.
 
     Attributes:
         rows: rows of every array, the largest destination row of the request plus one.
@@ -96,6 +99,22 @@ class Microbatch:
     """Flat memory that the layout divides; planes, scales and tensor scales are views of it."""
     all_valid: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), np.bool_), repr=False)
     """Rows of ``valid`` under each other, bool [sites, rows]."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("memory", "all_valid")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        layout: Layout = state["layout"]
+        own = view_microbatch(np.empty(layout.size, np.uint8), layout)
+        for name in ("planes", "scales", "tensor_scales", "valid"):
+            arrays: dict[Site, Any] = getattr(own, name)
+            for site, array in state[name].items():
+                target = arrays.get(site)
+                if isinstance(array, np.ndarray) and target is not None and target.shape == array.shape:
+                    target[...] = array
+                else:  # a tensor, or what the caller put there
+                    arrays[site] = array
+        vars(self).update(state | {name: getattr(own, name) for name in _IN_MEMORY})
 
 
 def plan_layout(sites: Sequence[Site], rows: int) -> Layout:
@@ -152,7 +171,7 @@ class Buffers:
             self._memory = np.zeros(size, np.uint8)
         return np.frombuffer(self._memory.data, np.uint8)
 
-    def arena(self, arenas: Arenas, size: int) -> Arena | None:
+    def arena(self, arenas: Arenas, size: int, timeout_s: float = ATTACH_TIMEOUT_S) -> Arena | None:
         """An arena of ``size`` bytes or more with the server of ``arenas``, None where there is none so large."""
         known = self._arena
         if known is not None and (self._arenas is not arenas or known.size < size or not known.alive):
@@ -163,7 +182,7 @@ class Buffers:
             if size > ARENA_BYTES_MAX:
                 return None
             self._arenas = arenas
-            self._arena = arenas.attach(min(wanted, ARENA_BYTES_MAX))
+            self._arena = arenas.attach(min(wanted, ARENA_BYTES_MAX), timeout_s)
         return self._arena
 
     def drop_arena(self) -> None:

@@ -9,8 +9,9 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
+from trace_client import fork
 from trace_client.microbatch import Buffers, Microbatch
 from trace_store.errors import InvalidRequest
 from trace_store.record import check_int
@@ -61,6 +62,9 @@ class Prefetch(Iterator[Microbatch]):
         if item is not None:
             raise item
         raise StopIteration
+
+    def __reduce__(self) -> NoReturn:
+        fork.refuse_pickling("reading ahead")
 
     def close(self) -> None:
         """Stop reading ahead; waits for the read that is under way."""

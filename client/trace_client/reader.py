@@ -11,10 +11,11 @@ import grpc
 import numpy as np
 
 from trace_client.arena import Arena
-from trace_client.channel import Channel
+from trace_client.channel import Channel, deadline_of, left
 from trace_client.microbatch import (
     REASONS,
     Buffers,
+    Layout,
     Microbatch,
     MissingRows,
     SpareBuffers,
@@ -68,23 +69,33 @@ class Reader:
                 own, once nothing refers to what it read into them.
             include_open: also read attempts that are not sealed.
             policy_version_min: rows of older weights count as missing.
+            timeout_s: bounds the whole call.
 
         Raises:
             InvalidRequest: names the argument.
-            Unavailable, DeadlineExceeded: repeat the read.
+            Unavailable: the server is not there, see ``trace_client.connect``; repeat the read.
+            DeadlineExceeded: not done within ``timeout_s``; repeat the read.
         """
+        deadline = deadline_of(timeout_s)
         self._channel.check_usable()
         wanted = check_spans(spans)
+        check_out(out)
         chosen = self.sites if sites is None else self._check_sites(sites)
         check_int(policy_version_min, "policy_version_min", 0, POLICY_VERSION_MAX)
         layout = plan_layout(chosen, rows_of(wanted))
         options: dict[str, Any] = {
             "include_open": include_open,
             "policy_version_min": policy_version_min,
-            "timeout_s": timeout_s,
+            "deadline": deadline,
         }
+        return self._channel.reconnecting(lambda: self._read(wanted, layout, out, options), deadline)
+
+    def _read(
+        self, wanted: Sequence[TokenSpan], layout: Layout, out: Buffers | None, options: dict[str, Any]
+    ) -> Microbatch:
+        """A checked read, once."""
         buffers = out if out is not None else self._spare.take()
-        arena = buffers.arena(self._channel.arenas, layout.size)
+        arena = buffers.arena(self._channel.arenas, layout.size, left(options["deadline"]))
         if arena is not None:
             batch = view_microbatch(arena.array(), layout)
             if out is None:
@@ -109,14 +120,15 @@ class Reader:
         batch: Microbatch,
         wanted: Sequence[TokenSpan],
         *,
+        deadline: float,
         include_open: bool = False,
         policy_version_min: int = 0,
-        timeout_s: float = READ_TIMEOUT_S,
         arena: Arena | None = None,
     ) -> None:
         """Read checked spans at the sites of a microbatch into it; rows that it does not deliver are left as they are.
 
         Args:
+            deadline: when to give up, by the monotonic clock.
             arena: the memory of the microbatch, if it is shared with this server, which then puts the rows there.
 
         Raises:
@@ -127,12 +139,12 @@ class Reader:
         options = {
             "include_open": include_open,
             "policy_version_min": policy_version_min,
-            "timeout_s": timeout_s,
+            "deadline": deadline,
         }
         if arena is not None:
             self._fill_arena(batch, wanted, arena, options)
             return
-        named = self._fill(batch, wanted, batch.layout.sites, options, self._channel.files() is not None)
+        named = self._fill(batch, wanted, batch.layout.sites, options, self._channel.files(left(deadline)) is not None)
         positions = self._positions(batch)
         again: set[int] = set()
         for stored in named:
@@ -155,7 +167,7 @@ class Reader:
         request = self._request(wanted, sites, options, name_stored)
         positions = self._positions(batch)
         named = []
-        for message in self._messages(request, options["timeout_s"]):
+        for message in self._messages(request, options["deadline"]):
             header, payload = wire.parse_read(message)
             try:
                 slices = [positions[number] for number in header.sites]
@@ -195,13 +207,14 @@ class Reader:
     ) -> None:
         """Let the server put the rows where they belong."""
         layout = batch.layout
-        request = self._request(wanted, layout.sites, options, self._channel.files() is not None)
+        files = self._channel.files(left(options["deadline"]))
+        request = self._request(wanted, layout.sites, options, files is not None)
         target = request.target
         target.arena, target.rows = arena.id, layout.rows
         target.codes_offsets.extend(layout.codes)
         target.scales_offsets.extend(layout.scales)
         target.tensor_scales_offsets.extend(layout.tensors)
-        headers = [wire.parse_read(message)[0] for message in self._messages(request, options["timeout_s"])]
+        headers = [wire.parse_read(message)[0] for message in self._messages(request, options["deadline"])]
         for span in wanted:
             batch.all_valid[:, span.dest_row : span.dest_row + span.tokens] = True
         positions = self._positions(batch)
@@ -234,9 +247,9 @@ class Reader:
             name_stored=name_stored,
         )
 
-    def _messages(self, request: Any, timeout_s: float) -> Iterator[bytes]:
+    def _messages(self, request: Any, deadline: float) -> Iterator[bytes]:
         try:
-            yield from self._channel.read_stream(request, timeout_s)
+            yield from self._channel.read_stream(request, left(deadline))
         except grpc.RpcError as error:
             raise self._channel.error(error, self.sites) from None
 
@@ -285,6 +298,16 @@ class Reader:
         if len(set(chosen)) != len(chosen):
             raise InvalidRequest("a site is named twice", argument="sites")
         return chosen
+
+
+def check_out(out: object) -> None:
+    """Raises InvalidRequest for what is not memory to read into."""
+    if out is not None and not isinstance(out, Buffers):
+        raise InvalidRequest(
+            "out must be trace_client.Buffers(), made once and given to every read that reuses it, or None;"
+            f" arrays come back in the Microbatch, got={type(out).__name__}",
+            argument="out",
+        )
 
 
 def check_spans(spans: object) -> list[TokenSpan]:

@@ -103,7 +103,11 @@ class Writer:
                 self.sent_bytes += outgoing.size
 
     def flush(self) -> None:
-        """Wait until everything appended has the writer's durability. Raises the first error that was found."""
+        """Wait until everything appended has the writer's durability.
+
+        Raises:
+            TraceStoreError: the first error that was found. Those of other trajectories are in its ``others``.
+        """
         self._channel.check_usable()
         with self._lock:
             self._flush()
@@ -194,7 +198,7 @@ class Writer:
         """Run ``action`` on the stream, and once more on a new one whenever it broke."""
         while True:
             if self._stream is None:
-                self._stream = self._open()
+                self._stream = self._channel.reconnecting(self._open)
             stream = self._stream
             try:
                 if stream.broken is None:
@@ -246,11 +250,14 @@ class Writer:
         self.duplicates += stream.take_count("duplicates")
 
     def _raise_error(self, trajectory: str | None) -> None:
-        """Raise what the server found wrong with a trajectory's frames (None: any), once."""
-        key = trajectory if trajectory is not None else next(iter(self._errors), None)
-        error = self._errors.pop(key, None) if key is not None else None
-        if error is not None:
-            raise error
+        """Raise what the server found wrong with a trajectory's frames (None: with any, together), once."""
+        if not self._errors:
+            return
+        names = list(self._errors) if trajectory is None else [trajectory]
+        found = [self._errors.pop(name) for name in names if name in self._errors]
+        if found:
+            found[0].others = tuple(found[1:])
+            raise found[0]
 
 
 def _send(outgoing: Outgoing, stream: AppendStream) -> None:

@@ -32,7 +32,7 @@ from trace_server.status import abort
 from trace_store.arena import arena_directory
 from trace_store.engine import Engine
 from trace_store.errors import InvalidRequest, StorageFailed, Unauthenticated
-from trace_store.limits import FRAME_BYTES_MAX
+from trace_store.limits import FRAME_BYTES_MAX, PING_INTERVAL_S
 from trace_store.wire import SERVICE
 
 log = logging.getLogger("trace_server")
@@ -126,6 +126,7 @@ class Server:
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
                 ("grpc.so_reuseport", 0),  # a second server on a taken port must fail, not share it
+                ("grpc.http2.min_ping_interval_without_data_ms", int(500 * PING_INTERVAL_S)),
             ],
         )
         self._service = TraceStoreService(self._engine, metrics, self._arenas)

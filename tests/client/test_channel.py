@@ -194,6 +194,8 @@ class _Failed(grpc.RpcError):
         (_Failed(grpc.StatusCode.UNKNOWN, "Stream removed"), Unavailable),
         (_Failed(grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"), Unavailable),
         (_Failed(grpc.StatusCode.DEADLINE_EXCEEDED), DeadlineExceeded),
+        (_Failed(grpc.StatusCode.DEADLINE_EXCEEDED, "Stream removed (Deadline Exceeded)"), DeadlineExceeded),
+        (_Failed(grpc.StatusCode.UNAVAILABLE, "Stream removed (ping timeout)"), Unavailable),
         (_Failed(grpc.StatusCode.UNIMPLEMENTED, "Method not found!"), Unsupported),
         (_Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "Sent message larger than max (2 vs. 1)"), InvalidRequest),
         (_Failed(grpc.StatusCode.UNKNOWN, "boom"), TraceStoreError),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import trace_client
 from trace_store import Site, TokenSpan
 from trace_store.arena import ARENA_BYTES_MAX
-from trace_store.errors import InvalidRequest, NotFound
+from trace_store.errors import DeadlineExceeded, InvalidRequest, NotFound, Unavailable
 
 
 @pytest.fixture
@@ -116,6 +117,37 @@ def test_bad_reads_are_named(filled: Any, argument: str, spans: Any, wanted: Any
     assert filled.read([("a", 0, 2)]).rows == 2
 
 
+@pytest.mark.parametrize("out", [np.zeros(1 << 16, np.uint8), bytearray(64), {}, trace_client.Buffers])
+def test_memory_to_read_into_is_buffers_and_nothing_else(filled: Any, out: Any) -> None:
+    with pytest.raises(InvalidRequest, match=r"trace_client\.Buffers\(\)") as caught:
+        filled.read([("a", 0, 1)], out=out)
+    assert caught.value.argument == "out"
+
+
+@pytest.mark.parametrize("timeout_s", ["3", None, True, float("nan"), float("inf")])
+def test_a_deadline_is_a_number_of_seconds(filled: Any, timeout_s: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        filled.read([("a", 0, 1)], timeout_s=timeout_s)
+    assert caught.value.argument == "timeout_s"
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, 0, 1e-6, 0.0003, 0.001, 0.003])
+def test_a_deadline_that_passes_inside_a_call_is_no_lost_server(filled: Any, timeout_s: float) -> None:
+    """gRPC says "Stream removed" of both. A reader that gets Unavailable takes the server for dead."""
+    failures = []
+    for _ in range(30):
+        with suppress(DeadlineExceeded):
+            try:
+                filled.read([("a", 0, 20)], timeout_s=timeout_s)
+            except Unavailable as error:
+                failures.append(error)
+    assert failures == []
+    if timeout_s <= 1e-6:
+        with pytest.raises(DeadlineExceeded):
+            filled.read([("a", 0, 20)], timeout_s=timeout_s)
+    assert not filled.read([("a", 0, 20)]).missing, "the reader stays usable"
+
+
 def test_policy_version_is_checked(filled: Any) -> None:
     for version in (-1, 2**63, 1.5):
         with pytest.raises(InvalidRequest) as caught:
@@ -146,7 +178,7 @@ def test_thousands_of_spans_in_one_read(client: Any, run: str, rows: Any, sites:
 
 def test_a_read_too_large_for_an_arena_comes_over_the_connection() -> None:
     asked: list[int] = []
-    arenas: Any = SimpleNamespace(attach=lambda size: asked.append(size))
+    arenas: Any = SimpleNamespace(attach=lambda size, timeout_s: asked.append(size))
     buffers = trace_client.Buffers()
     assert buffers.arena(arenas, ARENA_BYTES_MAX + 1) is None
     assert asked == []

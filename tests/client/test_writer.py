@@ -146,6 +146,30 @@ def test_an_error_of_one_trajectory_leaves_the_others_alone(client: Any, run: st
         writer.flush()
 
 
+@pytest.mark.parametrize("last", ["flush", "close"])
+def test_the_errors_of_several_trajectories_are_all_told(client: Any, run: str, records: Any, last: str) -> None:
+    writer = client.writer(run, "p")
+    names = [f"bad-{number}" for number in range(6)]
+    for name in names:
+        writer.append(name, 0, records(4, seed=1))
+    writer.flush()
+    for name in names:
+        writer.append(name, 0, records(4, seed=2))
+    writer.append("good", 0, records(4))
+    with pytest.raises(Conflict) as caught:
+        getattr(writer, last)()
+    told = [caught.value, *caught.value.others]
+    assert [type(error) for error in told] == [Conflict] * 6
+    for name, error in zip(names, told, strict=True):
+        assert f"'{name}'" in str(error), "each says which trajectory it is of"
+        assert error is caught.value or error.others == ()
+    assert "others=5: Conflict: " in str(caught.value), "seen in a traceback too"
+    assert "'bad-3'" in str(caught.value)
+    assert "'bad-4'" not in str(caught.value), "the text stays short"
+    writer.flush()  # said once
+    writer.close()
+
+
 def test_attempts_replace_and_stale_ones_are_refused(client: Any, run: str, records: Any, sites: Any) -> None:
     with client.writer(run, "p") as writer:
         writer.append("t", 0, records(4, seed=1), attempt=1)

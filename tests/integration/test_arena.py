@@ -131,6 +131,28 @@ class TestChoice:
         with pytest.raises(InvalidRequest, match="arena"):
             trace_client.connect(server.address, arena="maybe")
 
+    def test_a_server_whose_memory_is_used_up(self, new_server: Any, sites: Any, records: Any) -> None:
+        server = new_server("--arena-mib", "8").start()
+        with trace_client.connect(server.address, arena_bytes=6 << 20) as client:
+            client.register("r", sites)
+            first = client.writer("r", "p")
+            first.append("t", 0, records(8))
+            assert client.describe()["path"] == "arena"
+            second = client.writer("r", "p")
+            second.append("u", 0, records(8))
+            assert client.describe()["path"] == "stream"
+            assert client.describe()["reads"] == "stream"
+            assert "no memory left to share" in client.describe()["reason"]
+            second.close()
+            first.close()
+            reader = client.reader("r", "p")
+
+            def granted() -> bool:
+                reader.read([("t", 0, 8)], out=Buffers())
+                return client.describe()["path"] == "arena"
+
+            wait_until(granted)  # as soon as the server took back what the writers had
+
     def test_a_server_that_shares_nothing(self, new_server: Any) -> None:
         server = new_server("--arena-dir", "").start()
         with trace_client.connect(server.address) as client:

@@ -56,6 +56,7 @@ def test_the_limits_are_those_of_the_code() -> None:
         ("| 256 |", MESSAGES_UNANSWERED_MAX == 256),
         ("64 MiB, and", 64 * mib == QUEUE_BYTES_MAX),
         ("to 16 GiB", ARENA_BYTES_MAX == 16 << 30),
+        ("| one each 5 s", limits.PING_INTERVAL_S == 5.0),
         ("| 65536 |", limits.SPANS_MAX == 65536),
         ("| 4096 |", limits.SITES_MAX == 4096),
         ("| 512 bytes", limits.ID_BYTES_MAX == 512),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -22,8 +23,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 import trace_client
+from trace_server import app
 from trace_server.app import GRACE_S, prepare_unix_path
+from trace_store.engine import Engine
 from trace_store.errors import InvalidRequest, StorageFailed, TraceStoreError
+from trace_store.v1 import trace_store_service_pb2 as service_pb2
 from trace_store.wire import SERVICE
 
 
@@ -217,3 +221,28 @@ def test_a_directory_of_another_user_names_the_fix() -> None:
         )
     assert finished.returncode == 1
     assert "make it writable for uid 10001" in finished.stderr.splitlines()[-1]
+
+
+def test_clients_may_ping_as_often_as_ours_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC's servers end a connection after three pings in less than five minutes each, if they are not told."""
+    interval_s, pings = 1.0, 6  # grpc pings no faster
+    monkeypatch.setattr(app, "PING_INTERVAL_S", interval_s)
+    options = [
+        ("grpc.keepalive_time_ms", int(1000 * interval_s)),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+    async def wait_in_a_call() -> None:
+        server = app.Server(Engine(tmp_path), app.Listen("127.0.0.1:0"))
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options) as channel:
+                call = channel.stream_stream(f"/{SERVICE}/AttachArena")()
+                await call.write(service_pb2.AttachArenaRequest(size_bytes=4096).SerializeToString())
+                assert await call.read(), "an offer; then the server waits for an answer"
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(call.read(), pings * interval_s)
+        finally:
+            await server.stop()
+
+    asyncio.run(wait_in_a_call())
