@@ -1,5 +1,5 @@
-"""Records that take more than a read to their places: compressed, wanted in part, with a tensor scale a token, or on a
-disk that fails. Their bytes pass through scratch memory, since a checksum covers the whole record."""
+"""Records that take more than a read to their places: wanted in part, with a tensor scale a token, or on a disk that
+fails. Their bytes pass through scratch memory, since a checksum covers the whole record."""
 
 from __future__ import annotations
 

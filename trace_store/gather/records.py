@@ -1,7 +1,7 @@
 """Records of one local segment that a plan calls for, read straight to their places and verified there.
 
-The usual record is wanted whole, its scales are raw and it has one tensor scale: reads, checksums and one assignment
-are all that is done for it. Steps with any other record are left to ``gather.odd``.
+The usual record is wanted whole and has one tensor scale: reads, checksums, one assignment and, where its scales are
+compressed, one call to zstd are all that is done for it. Steps with any other record are left to ``gather.odd``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import numpy.typing as npt
 import xxhash
 
 from trace_store.checksum import KEY
+from trace_store.errors import DataLoss
 from trace_store.fetch import OpenSegment, Undelivered
 from trace_store.gather.odd import OddRecords
 from trace_store.gather.places import Places
 from trace_store.gather.scratch import Scratch
 from trace_store.gather.wanted import COLUMNS, VECTOR_MAX, WantedRecords, run_borders
 from trace_store.planner import MissingReason, ReadPlan
+from trace_store.segment.scan import decode_scales
 
 STEP_BYTES = 2 << 20
 """Payload read before it is verified: it stays in the last-level cache until then."""
@@ -36,12 +38,15 @@ class LocalRecords:
         rows = wanted.rows
         self._descriptor = segment.source.descriptor
         self._unlike_plain = np.cumsum(~wanted.plain).tolist()
+        self._packed_before = np.cumsum(~wanted.raw).tolist()
         starts = wanted.starts
         self._places = [column[starts].tolist() for column in wanted.places]
         self._sizes = {name: rows[f"{name}_bytes"].tolist() for name in COLUMNS}
         self._offsets = {name: rows[f"{name}_offset"].tolist() for name in COLUMNS}
         self._runs = {name: run_borders(rows[f"{name}_offset"], rows[f"{name}_bytes"]) for name in COLUMNS}
         self._checksums, self._tokens = rows["checksum"].tolist(), wanted.tokens.tolist()
+        self._encodings = rows["scales_encoding"].tolist()
+        self._scales_bytes = (wanted.scale_bytes * wanted.tokens).tolist()
 
     @cached_property
     def _odd(self) -> OddRecords:
@@ -56,8 +61,7 @@ class LocalRecords:
 
     def fill(self, low: int, high: int, target: memoryview, floats: npt.NDArray[np.float32]) -> list[Undelivered]:
         """Read, verify and place records [low, high); ``floats`` is ``target`` as float32."""
-        before = self._unlike_plain[low - 1] if low else 0
-        if self._unlike_plain[high - 1] == before:
+        if _count(self._unlike_plain, low, high) == 0:
             undelivered = self._fill_plain(low, high, target, floats)
             if undelivered is not None:
                 return undelivered
@@ -66,19 +70,23 @@ class LocalRecords:
     def _fill_plain(
         self, low: int, high: int, target: memoryview, floats: npt.NDArray[np.float32]
     ) -> list[Undelivered] | None:
-        """The usual step: whole records, nothing compressed, one tensor scale each. Every call in this loop counts: it
-        holds the GIL for 2 microseconds a record, while the disk's part of 48 KiB takes 4. None: the disk failed."""
-        pieces, sizes = slice(low, high), self._sizes
+        """The usual step: whole records with one tensor scale each. Every call in this loop counts: it holds the GIL
+        for 2 microseconds a record, while the disk's part of 48 KiB takes 4. None: the disk failed."""
+        pieces = slice(low, high)
         code_places, scale_places, tensor_places = (places[pieces] for places in self._places)
-        codes = [target[a : a + n] for a, n in zip(code_places, sizes["codes"][pieces], strict=True)]
-        scales = [target[a : a + n] for a, n in zip(scale_places, sizes["scales"][pieces], strict=True)]
-        block = Scratch(4 * (high - low)).take(4 * (high - low))
+        codes = [target[a : a + n] for a, n in zip(code_places, self._sizes["codes"][pieces], strict=True)]
+        scales = [target[a : a + n] for a, n in zip(scale_places, self._scales_bytes[pieces], strict=True)]
+        packed = _count(self._packed_before, low, high) > 0
+        scratch = Scratch(4 * (high - low) + (sum(self._sizes["scales"][pieces]) if packed else 0))
+        block = scratch.take(4 * (high - low))
         tensors = [block[a : a + 4] for a in range(0, 4 * (high - low), 4)]
+        stored = [scratch.take(size) for size in self._sizes["scales"][pieces]] if packed else scales
         if not all(
             self._read_runs(name, low, high, views)
-            for name, views in (("codes", codes), ("scales", scales), ("tensor", tensors))
+            for name, views in (("codes", codes), ("scales", stored), ("tensor", tensors))
         ):
             return None
+        expectations = self._unpack(low, high, stored, scales) if packed else self._checksums[pieces]
         undelivered: list[Undelivered] = []
         digest, key_size, wanted_keys = xxhash.xxh3_64_intdigest, KEY.size, self._wanted.keys
         keys = [wanted_keys[a : a + key_size] for a in range(low * key_size, high * key_size, key_size)]
@@ -91,7 +99,7 @@ class LocalRecords:
             codes,
             scales,
             tensors,
-            self._checksums[pieces],
+            expectations,
             tensor_places,
             self._tokens[pieces],
             values,
@@ -102,6 +110,20 @@ class LocalRecords:
             else:
                 undelivered.extend(self._wanted.undelivered(record, MissingReason.DATA_LOSS))
         return undelivered
+
+    def _unpack(
+        self, low: int, high: int, stored: Sequence[memoryview], scales: Sequence[memoryview]
+    ) -> list[int | None]:
+        """Put scales to their places as they were appended; returns the checksums of the records, None of those whose
+        scales cannot be decompressed."""
+        checksums: list[int | None] = self._checksums[low:high]
+        sizes = self._scales_bytes[low:high]
+        for step, (encoding, part, size) in enumerate(zip(self._encodings[low:high], stored, sizes, strict=True)):
+            try:
+                scales[step][:] = decode_scales(encoding, part, size)
+            except DataLoss:
+                checksums[step] = None
+        return checksums
 
     def _read_runs(self, name: str, low: int, high: int, views: Sequence[memoryview]) -> bool:
         """Fill the views of a column of records [low, high), neighbours in the file in one call; False if that failed
@@ -119,3 +141,8 @@ class LocalRecords:
                 except OSError:
                     return False
         return True
+
+
+def _count(sums: Sequence[int], low: int, high: int) -> int:
+    """How many of [low, high) were counted in cumulative sums."""
+    return sums[high - 1] - (sums[low - 1] if low else 0)

@@ -31,7 +31,7 @@ class WantedRecords:
         fits: the index row says what its site calls for.
         raw: scales are not compressed.
         whole: wanted from the first to the last token, in places that follow on one another.
-        plain: whole, raw, and with one tensor scale.
+        plain: whole, and with one tensor scale.
         keys: ``checksum.KEY`` of each record, one after another.
     """
 
@@ -60,7 +60,7 @@ class WantedRecords:
         row_bytes = (self.code_bytes, self.scale_bytes, np.full(len(starts), 4))
         lie_whole = _lie_whole(starts, self.skip, self.count, tokens, tuple(zip(self.places, row_bytes, strict=True)))
         self.whole = self.fits & lie_whole
-        self.plain = self.whole & raw & one_tensor
+        self.plain = self.whole & one_tensor
         self.keys = _keys(rows)
 
     @cached_property
