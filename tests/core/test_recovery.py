@@ -25,7 +25,7 @@ from trace_store.segment.writer import SegmentWriter
 
 def crash(store: Any, target: Path) -> Path:
     """What a process kill leaves: a copy of the directory while the engine is open."""
-    shutil.copytree(store.root, target)
+    shutil.copytree(store.root, target, ignore=shutil.ignore_patterns("*.partial"))
     return target
 
 

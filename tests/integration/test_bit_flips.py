@@ -31,7 +31,7 @@ def fill(root: Path) -> None:
         if number == TRAJECTORIES // 2 - 1:
             engine.roll().result(30)
     copy = root.with_name("crashed")
-    shutil.copytree(root, copy)
+    shutil.copytree(root, copy, ignore=shutil.ignore_patterns("*.partial"))  # may vanish meanwhile
     engine.close()
     shutil.rmtree(root)
     copy.rename(root)

@@ -60,7 +60,7 @@ def test_a_trajectory_is_in_the_bucket_seconds_after_its_seal(sidecar: Make, alw
             return False
 
     eventually(there, "sight of the trajectory", 20)
-    assert first.engine.usage().tier.waiting == 0
+    eventually(lambda: first.engine.usage().tier.waiting == 0, "end of the upload")  # it is seen before it is noted
 
 
 def test_segments_uploaded_later_appear_to_a_reader_that_misses(sidecar: Make, always_list: None) -> None:
