@@ -202,9 +202,9 @@ class Channel:
         def once() -> Any:
             self.check_usable()
             try:
-                return self._calls[method](request, timeout=left(deadline), metadata=self._metadata)
+                return self._calls[method](request, timeout=remaining(deadline), metadata=self._metadata)
             except grpc.RpcError as error:
-                raise self.error(error, table) from None
+                raise self.error(error, table, deadline) from None
 
         return self.reconnecting(once, deadline)
 
@@ -257,8 +257,8 @@ class Channel:
         with self._tables_lock:
             return self._tables.setdefault(run, table)
 
-    def error(self, error: grpc.RpcError, table: Sequence[Site] = ()) -> TraceStoreError:
-        """The typed error of a failed call."""
+    def error(self, error: grpc.RpcError, table: Sequence[Site] = (), deadline: float = math.inf) -> TraceStoreError:
+        """The typed error of a failed call; one that broke after its deadline may have been ended for that."""
         for key, value in _trailing(error):
             if key == wire.ERROR_METADATA_KEY:
                 return wire.error_from_wire(record_pb2.ErrorDetail.FromString(value), table)
@@ -270,6 +270,8 @@ class Channel:
         # A killed server shows as one of these two, besides UNAVAILABLE.
         gone = code != grpc.StatusCode.DEADLINE_EXCEEDED and ("Stream removed" in details or "RST_STREAM" in details)
         kind = Unavailable if gone else _BARE.get(code, TraceStoreError)
+        if kind is Unavailable and not left(deadline):
+            kind = DeadlineExceeded
         hint = "; the server went away or is not there, retrying is safe" if kind is Unavailable else ""
         return kind(f"call failed: {details}{hint}, status={code.name} target={self.target}")
 
@@ -284,6 +286,14 @@ def deadline_of(timeout_s: object) -> float:
 def left(deadline: float) -> float:
     """Seconds until a deadline of the monotonic clock, 0 when it has passed."""
     return max(0.0, deadline - time.monotonic())
+
+
+def remaining(deadline: float) -> float:
+    """Seconds until a deadline. Raises DeadlineExceeded when it has passed: gRPC would send the call all the same."""
+    seconds = left(deadline)
+    if not seconds:
+        raise DeadlineExceeded("the deadline has passed, nothing was sent")
+    return seconds
 
 
 def _trailing(error: Any) -> Sequence[tuple[str, bytes]]:

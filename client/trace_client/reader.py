@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 
 from trace_client.arena import Arena
-from trace_client.channel import Channel, deadline_of, left
+from trace_client.channel import Channel, deadline_of, left, remaining
 from trace_client.microbatch import (
     REASONS,
     Buffers,
@@ -95,7 +95,7 @@ class Reader:
     ) -> Microbatch:
         """A checked read, once."""
         buffers = out if out is not None else self._spare.take()
-        arena = buffers.arena(self._channel.arenas, layout.size, left(options["deadline"]))
+        arena = buffers.arena(self._channel.arenas, layout.size, remaining(options["deadline"]))
         if arena is not None:
             batch = view_microbatch(arena.array(), layout)
             if out is None:
@@ -249,9 +249,9 @@ class Reader:
 
     def _messages(self, request: Any, deadline: float) -> Iterator[bytes]:
         try:
-            yield from self._channel.read_stream(request, left(deadline))
+            yield from self._channel.read_stream(request, remaining(deadline))
         except grpc.RpcError as error:
-            raise self._channel.error(error, self.sites) from None
+            raise self._channel.error(error, self.sites, deadline) from None
 
     def _note(self, batch: Microbatch, wanted: Sequence[TokenSpan], header: Any) -> None:
         """Take over what is missing and which attempts were read."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +206,18 @@ class _Failed(grpc.RpcError):
 def test_failures_without_our_detail_get_the_nearest_error(failure: _Failed, kind: type[TraceStoreError]) -> None:
     unused = Channel("127.0.0.1:1", None, None)
     assert type(unused.error(failure)) is kind
+    unused.close()
+
+
+def test_a_call_that_breaks_after_its_deadline_was_ended_for_that() -> None:
+    """Where the server's clock is first it resets the stream, and the client may see that before its own deadline."""
+    unused = Channel("127.0.0.1:1", None, None)
+    for failure in (
+        _Failed(grpc.StatusCode.CANCELLED),
+        _Failed(grpc.StatusCode.INTERNAL, "RST_STREAM with error code 8"),
+    ):
+        assert type(unused.error(failure, deadline=time.monotonic() - 1)) is DeadlineExceeded
+        assert type(unused.error(failure, deadline=time.monotonic() + 60)) is Unavailable
     unused.close()
 
 
