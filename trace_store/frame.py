@@ -31,8 +31,12 @@ _VARINT_BYTES_MAX = 5
 
 def encode(header: bytes, parts: Sequence[Buffer]) -> bytes:
     """Join a serialized header and the parts of a payload into one frame, with a single copy of each part."""
-    size = sum(map(_size, parts))
-    return b"".join((b"\x0a", _varint(len(header)), header, b"\x7a", _varint(size), *parts))
+    return b"".join((prefix(header, sum(map(_size, parts))), *parts))
+
+
+def prefix(header: bytes, size: int) -> bytes:
+    """What comes before a payload of ``size`` bytes: header, tags and lengths."""
+    return b"".join((b"\x0a", _varint(len(header)), header, b"\x7a", _varint(size)))
 
 
 def decode(message: bytes) -> tuple[bytes, memoryview]:

@@ -155,6 +155,11 @@ def append_frame(sequence: int, groups: Sequence[RecordGroup], parts: Sequence[f
     return frame.encode(_append_header(sequence, groups).SerializeToString(), parts)
 
 
+def append_prefix(sequence: int, groups: Sequence[RecordGroup], size: int) -> bytes:
+    """What comes before a payload of ``size`` bytes in an AppendRequest, as long whatever the checksums."""
+    return frame.prefix(_append_header(sequence, groups).SerializeToString(), size)
+
+
 def append_arena_frame(sequence: int, groups: Sequence[RecordGroup], arena: bytes, offset: int, length: int) -> bytes:
     """AppendRequest of records whose payload lies in an arena."""
     header = _append_header(sequence, groups)

@@ -83,12 +83,17 @@ class Outgoing:
             if any(has_nan_scale(part, kind) for kind in columns.plan.scale_types):
                 check_scales(columns)  # names the site; without a NaN it was one type's number and another's NaN
         memory = target.data
-        return tuple([self._group(piece, memory, *place) for piece, place in zip(pieces, places, strict=True)])
+        checksums = [self._checksums(piece, memory, *place) for piece, place in zip(pieces, places, strict=True)]
+        return tuple([self._group(*each) for each in zip(pieces, checksums, strict=True)])
 
-    def _group(self, piece: _Piece, memory: memoryview, code: int, scale: int, tensor: int) -> RecordGroup:
-        shape, columns = piece.shape, self._append.columns
+    def blank(self) -> tuple[RecordGroup, ...]:
+        """What ``fill`` will return, with checksums of 0."""
+        return tuple([self._group(piece, (0,) * (piece.high - piece.low)) for piece in self._pieces])
+
+    def _checksums(self, piece: _Piece, memory: memoryview, code: int, scale: int, tensor: int) -> list[int]:
+        shape = piece.shape
         start, stop = self._append.start + piece.first, self._append.start + piece.last
-        checksums = group_checksums(
+        return group_checksums(
             self._seed,
             self._attempt,
             self._policy_version,
@@ -100,12 +105,15 @@ class Outgoing:
             memory[scale : scale + shape.scale_bytes],
             memory[tensor : tensor + shape.tensor_bytes],
         )
+
+    def _group(self, piece: _Piece, checksums: Sequence[int]) -> RecordGroup:
+        columns = self._append.columns
         return RecordGroup(
             self.trajectory,
             self._attempt,
             self._policy_version,
-            start,
-            stop,
+            self._append.start + piece.first,
+            self._append.start + piece.last,
             columns.plan.numbers[piece.low : piece.high],
             columns.per_token[piece.low : piece.high],
             tuple(checksums),

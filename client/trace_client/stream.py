@@ -30,8 +30,9 @@ from trace_store.v1 import trace_store_service_pb2 as service_pb2
 UNANSWERED_MAX = 16_384
 """Requests that one stream may have unanswered: small ones cost 0.7 KB each here beside their payload."""
 
-BATCH_BYTES_MAX = 32 << 10
-"""Requests that go in one message; those that name an arena have 0.2 to 4 KiB."""
+BATCH_BYTES_MAX = 4 << 20
+"""Requests that go in one message. Those that name an arena have 0.2 to 4 KiB. Those of 1 MiB cost both ends 1 ms each
+besides their bytes: joining four, a pass over memory more, took 2.3 instead of 3.3 CPU s/GiB."""
 
 SHORT_BYTES = 8 << 10
 

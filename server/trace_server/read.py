@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trace_server.frames import Batch, row_bytes
+from trace_server.frames import Frames, row_bytes
 from trace_store import frame, wire
 from trace_store.errors import InvalidRequest
 from trace_store.gather.places import Places, select
@@ -31,7 +31,7 @@ PART_BYTES_MAX = 32 << 20
 _Result = TypeVar("_Result")
 
 
-def stored_batch(read: Read, table: Sequence[Site]) -> Batch:
+def stored_frames(read: Read, table: Sequence[Site]) -> Frames:
     """Messages that name the pieces in sealed local segments, which the read then serves no more."""
     names, plan = read.take_stored()
     code_bytes, scale_bytes = row_bytes(plan, table)
@@ -53,7 +53,7 @@ def stored_batch(read: Read, table: Sequence[Site]) -> Batch:
             **{name: column.tolist() for name, column in columns.items()},
         )
         messages.append(frame.encode(service_pb2.ReadHeader(stored=stored).SerializeToString(), ()))
-    return Batch(messages, int((plan.rows * (code_bytes + scale_bytes + 4)).sum()), int(plan.rows.sum()))
+    return Frames(messages, int((plan.rows * (code_bytes + scale_bytes + 4)).sum()), int(plan.rows.sum()))
 
 
 async def fill_arena(read: Read, request: Any, table: Sequence[Site], arena: memoryview) -> tuple[int, int]:
@@ -106,8 +106,23 @@ async def on_thread(function: Callable[..., _Result], *arguments: Any) -> _Resul
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        await ended(task)
         raise
+
+
+async def ended(task: asyncio.Future[Any]) -> None:
+    """Wait for the end of a task, whatever it is, also when the call is cancelled once more: gRPC reports that a client
+    is gone by a failed write, and then again."""
+    cancelled = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if not task.cancelled():
+        task.exception()  # nobody else asks for it, and asyncio would log that
+    if cancelled is not None:
+        raise cancelled
 
 
 def _check_target(

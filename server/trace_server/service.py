@@ -185,23 +185,22 @@ class TraceStoreService:
         return None
 
     async def _send_frames(self, opened: Read, run: str, sender: BoundedSender) -> None:
-        made = frames.batches(opened, self._engine.sites(run))
+        made = frames.frames(opened, self._engine.sites(run))
         following = asyncio.ensure_future(read.on_thread(next, made, None))
         try:
-            while (batch := await following) is not None:
+            while (frame := await following) is not None:
                 following = asyncio.ensure_future(read.on_thread(next, made, None))  # while gRPC sends this one
-                await self._send_batch(batch, sender)
+                await self._send(frame, sender)
         finally:
-            await asyncio.wait([following])  # it reads from files that the caller closes next
+            await read.ended(following)  # it reads from files that the caller closes next
 
     async def _name_stored(self, opened: Read, run: str, sender: BoundedSender) -> None:
-        await self._send_batch(await read.on_thread(read.stored_batch, opened, self._engine.sites(run)), sender)
+        await self._send(await read.on_thread(read.stored_frames, opened, self._engine.sites(run)), sender)
 
-    async def _send_batch(self, batch: frames.Batch, sender: BoundedSender) -> None:
-        self._metrics.read_bytes.inc(batch.size)
-        self._metrics.read_rows.inc(batch.rows)
-        for position, encoded in enumerate(batch.messages):
-            batch.messages[position] = b""  # a message that is sent is not kept for the rest of its batch
+    async def _send(self, made: frames.Frames, sender: BoundedSender) -> None:
+        self._metrics.read_bytes.inc(made.size)
+        self._metrics.read_rows.inc(made.rows)
+        for encoded in made.messages:
             await sender.send(encoded)
 
     async def _read_into_arena(self, opened: Read, request: Any) -> AsyncGenerator[bytes, None]:
