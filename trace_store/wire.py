@@ -194,9 +194,19 @@ def _append_header(sequence: int, groups: Sequence[RecordGroup]) -> Any:
     )
 
 
+def cut_append(message: bytes) -> list[tuple[bytes, memoryview]]:
+    """Encoded AppendHeader and payload of each request in a message. Raises InvalidRequest."""
+    return frame.decode_all(message)
+
+
+def append_header(encoded: bytes) -> Any:
+    """AppendHeader of a request. Raises InvalidRequest."""
+    return _parse(service_pb2.AppendHeader, encoded)
+
+
 def parse_append(message: bytes) -> list[tuple[Any, memoryview]]:
     """AppendHeader and payload of each request in a message. Raises InvalidRequest."""
-    return [(_parse(service_pb2.AppendHeader, header), payload) for header, payload in frame.decode_all(message)]
+    return [(append_header(encoded), payload) for encoded, payload in cut_append(message)]
 
 
 def chunk_from_wire(header: Any, payload: memoryview, table: Sequence[Site]) -> Chunk:

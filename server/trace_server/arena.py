@@ -140,11 +140,11 @@ class Arenas:
         return view[start : start + length]
 
     def whole(self, arena: bytes) -> memoryview:
-        """All bytes of an attached arena. Raises InvalidRequest."""
+        """All bytes of an attached arena, in a view that outlives its end. Raises InvalidRequest."""
         found = self._attached.get(arena)
         if found is None or found.view is None:
             raise InvalidRequest("unknown arena; attach one, it lasts as long as its call", argument="arena")
-        return found.view
+        return found.view[:]  # ``drop`` releases the arena's own
 
 
 def _half_of(directory: Path | None) -> int:

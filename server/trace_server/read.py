@@ -80,7 +80,13 @@ async def fill_arena(read: Read, request: Any, table: Sequence[Site], arena: mem
         for low, high in waiting:
             await on_thread(gather_part, low, high)
 
-    await asyncio.gather(*(work() for _ in range(min(PARTS_AT_ONCE, len(parts)))))
+    workers = [asyncio.ensure_future(work()) for _ in range(min(PARTS_AT_ONCE, len(parts)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:  # ``gather`` waits for the first one that fails or is cancelled, and for no other
+            worker.cancel()
+        await ended(*workers)
     return size, int(plan.rows.sum())
 
 
@@ -110,17 +116,18 @@ async def on_thread(function: Callable[..., _Result], *arguments: Any) -> _Resul
         raise
 
 
-async def ended(task: asyncio.Future[Any]) -> None:
-    """Wait for the end of a task, whatever it is, also when the call is cancelled once more: gRPC reports that a client
+async def ended(*tasks: asyncio.Future[Any]) -> None:
+    """Wait for the end of tasks, whatever it is, also when the call is cancelled once more: gRPC reports that a client
     is gone by a failed write, and then again."""
     cancelled = None
-    while not task.done():
+    while not all(task.done() for task in tasks):
         try:
-            await asyncio.wait([task])
+            await asyncio.wait(tasks)
         except asyncio.CancelledError as error:
             cancelled = error
-    if not task.cancelled():
-        task.exception()  # nobody else asks for it, and asyncio would log that
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()  # nobody else asks for it, and asyncio would log that
     if cancelled is not None:
         raise cancelled
 
