@@ -21,17 +21,24 @@ class Looks:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._under_way: dict[Place, float] = {}
+        self._under_way: dict[Place, list[float]] = {}
+        """When each look began that has not ended; the oldest first."""
         self._failed: dict[Place, tuple[float, str]] = {}
 
-    def begin(self, place: Place) -> None:
+    def begin(self, place: Place) -> float:
+        """Returns when that was, for ``end``."""
         with self._lock:
-            self._under_way.setdefault(place, self._clock())
+            began = self._clock()
+            self._under_way.setdefault(place, []).append(began)
+            return began
 
-    def end(self, place: Place, failure: str, listed: bool = True) -> None:
+    def end(self, place: Place, began: float, failure: str, listed: bool = True) -> None:
         """``listed``: whether the bucket was asked what the place holds."""
         with self._lock:
-            self._under_way.pop(place, None)
+            under_way = self._under_way[place]
+            under_way.remove(began)
+            if not under_way:
+                del self._under_way[place]
             if failure:
                 self._failed[place] = (self._clock(), failure)
             elif listed:
@@ -45,7 +52,7 @@ class Looks:
     def doubt(self, place: Place) -> str:
         """Why what the bucket holds of a place may not be known, or an empty string."""
         with self._lock:
-            started = self._under_way.get(place)
-            if started is not None and self._clock() - started > LOOK_SLOW_S:
+            under_way = self._under_way.get(place)
+            if under_way and self._clock() - under_way[0] > LOOK_SLOW_S:
                 return "the object store has not answered yet"
             return self._failed.get(place, (0.0, ""))[1]

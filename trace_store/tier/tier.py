@@ -332,7 +332,7 @@ class ObjectTier:
         return self._load(run, place_of(run.name, partition), relist_s=0.0)
 
     def _load(self, run: Run, place: Place, relist_s: float | None = None) -> Loaded:
-        self._looks.begin(place)
+        began = self._looks.begin(place)
         listed, failure, loaded = False, "", 0
         try:
             self._check_joined()
@@ -343,7 +343,7 @@ class ObjectTier:
             if self.joined:
                 self._unreachable = failure
         finally:
-            self._looks.end(place, failure, listed)
+            self._looks.end(place, began, failure, listed)
         # A look that was held back knows no more than the one before it did.
         return Loaded(loaded, failure or (self._looks.doubt(place) if relist_s is not None else ""), listed)
 
