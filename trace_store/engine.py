@@ -33,7 +33,7 @@ from trace_store.fetch import OpenSegment, byte_ranges
 from trace_store.gate import DiskGate
 from trace_store.keeper import Keeper, RetentionCounts
 from trace_store.lifetime import begin
-from trace_store.limits import SPANS_MAX, TOKENS_MAX
+from trace_store.limits import SPAN_SITES_MAX, SPANS_MAX, TOKENS_MAX
 from trace_store.planner import MissingReason, ReadPlan, plan_read
 from trace_store.read import Read
 from trace_store.record import (
@@ -219,6 +219,13 @@ class Engine:
             raise InvalidRequest(f"a read has at most {SPANS_MAX} spans, got={len(spans)}", argument="spans")
         if len(set(sites)) != len(sites) or any(not 0 <= site < len(known.sites) for site in sites):
             raise InvalidRequest(f"sites are repeated or unknown, sites={len(known.sites)}", argument="sites")
+
+        if len(spans) * len(sites) > SPAN_SITES_MAX:
+            raise InvalidRequest(
+                f"spans times sites of a read are at most {SPAN_SITES_MAX}, split it,"
+                f" spans={len(spans)} sites={len(sites)}",
+                argument="spans",
+            )
 
         def start(failure: str) -> Read:
             with self._volume.lock:

@@ -32,6 +32,10 @@ GROUPS_MAX = 65_536
 SPANS_MAX = 65_536
 """Spans of one read."""
 
+SPAN_SITES_MAX = 1 << 22
+"""Spans times sites of one read: 60 sites of as many spans as there may be. A plan, and what it finds missing, takes
+50 to 100 bytes and a microsecond or two for each."""
+
 PING_INTERVAL_S = 5.0
 """How often a client with a call under way asks whether the server's process still runs. A server takes pings twice as
 often: gRPC's own rule, one in five minutes, would end the connection."""

@@ -40,7 +40,7 @@ class MissingReason(enum.IntEnum):
     NOT_UPLOADED = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Missing:
     """Tokens [start, stop) of a site that request span ``span`` does not get."""
 

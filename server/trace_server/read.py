@@ -14,7 +14,7 @@ from trace_server.frames import Frames, row_bytes
 from trace_store import frame, wire
 from trace_store.errors import InvalidRequest
 from trace_store.gather.places import Places, select
-from trace_store.planner import ReadPlan
+from trace_store.planner import MissingReason, ReadPlan
 from trace_store.read import Read
 from trace_store.record import Site, TokenSpan
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
@@ -54,6 +54,14 @@ def stored_frames(read: Read, table: Sequence[Site]) -> Frames:
         )
         messages.append(frame.encode(service_pb2.ReadHeader(stored=stored).SerializeToString(), ()))
     return Frames(messages, int((plan.rows * (code_bytes + scale_bytes + 4)).sum()), int(plan.rows.sum()))
+
+
+def missing_rows(read: Read) -> dict[MissingReason, int]:
+    """Token rows that a read did not find, over all sites. On a thread: there may be a million entries."""
+    rows: dict[MissingReason, int] = {}
+    for item in read.missing:
+        rows[item.reason] = rows.get(item.reason, 0) + item.stop - item.start
+    return rows
 
 
 async def fill_arena(read: Read, request: Any, table: Sequence[Site], arena: memoryview) -> tuple[int, int]:

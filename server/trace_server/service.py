@@ -179,8 +179,8 @@ class TraceStoreService:
                 self._metrics.stalled_readers.inc()
             error.__context__ = None
             return error.with_traceback(None), run  # a traceback would keep the frames of the read
-        for missing in opened.missing:
-            self._metrics.missing_rows.labels(missing.reason.name.lower()).inc(missing.stop - missing.start)
+        for reason, rows in (await read.on_thread(read.missing_rows, opened)).items():
+            self._metrics.missing_rows.labels(reason.name.lower()).inc(rows)
         self._metrics.read_seconds.observe(time.perf_counter() - started)
         return None
 
@@ -208,8 +208,9 @@ class TraceStoreService:
         size, rows = await read.fill_arena(opened, request, self._engine.sites(request.run), arena)
         self._metrics.read_bytes.inc(size)
         self._metrics.read_rows.inc(rows)
-        for encoded in frames.missing_frames(opened):
-            yield encoded
+        encoded = frames.missing_frames(opened)
+        while (message := await read.on_thread(next, encoded, None)) is not None:
+            yield message
 
     async def attach_arena(self, requests: AsyncIterator[bytes], context: Any) -> None:
         """One arena for as long as the call lasts; it ends when the client ends it or dies."""

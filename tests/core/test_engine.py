@@ -442,3 +442,13 @@ def test_fr29_names_that_look_alike_are_different_trajectories_and_partitions(st
         store.reopen()
     inside = {path.resolve() for path in store.root.parent.rglob("*")}
     assert all(path.is_relative_to(store.root) for path in inside)
+
+
+def test_a_read_that_names_more_than_a_plan_may_hold_is_refused(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trace_store.engine.SPAN_SITES_MAX", 4)
+    spans = [TokenSpan(f"t{number}", 0, 1, number) for number in range(3)]
+    store.append("t0", 0, 1)
+    assert len(store.engine.read("run", "p", spans[:2], (0, 1)).missing) == 4
+    with pytest.raises(InvalidRequest, match="split it") as caught:
+        store.engine.read("run", "p", spans, (0, 1))
+    assert caught.value.argument == "spans"

@@ -7,8 +7,10 @@ import struct
 from pathlib import Path
 
 from trace_client.arena import Slabs
+from trace_client.stream import BATCH_BYTES_MAX
 from trace_server.append import MESSAGES_UNANSWERED_MAX
 from trace_server.flow import CREDIT_BYTES
+from trace_server.frames import READ_FRAME_BYTES
 from trace_server.status import STATUS
 from trace_store import Site, limits, wire
 from trace_store.arena import ARENA_BYTES_MAX
@@ -58,6 +60,9 @@ def test_the_limits_are_those_of_the_code() -> None:
         ("to 16 GiB", ARENA_BYTES_MAX == 16 << 30),
         ("| one each 5 s", limits.PING_INTERVAL_S == 5.0),
         ("| 65536 |", limits.SPANS_MAX == 65536),
+        ("| 4194304 |", limits.SPAN_SITES_MAX == 4194304),
+        ("| 2 MiB | `READ", 2 * mib == READ_FRAME_BYTES),
+        ("joins in one message | 4 MiB", 4 * mib == BATCH_BYTES_MAX),
         ("| 4096 |", limits.SITES_MAX == 4096),
         ("| 512 bytes", limits.ID_BYTES_MAX == 512),
     ):
