@@ -15,7 +15,6 @@ import trace_client
 from trace_client.bench.measure import Sample, timed
 from trace_client.bench.records import Load, Pool
 from trace_client.microbatch import Buffers
-from trace_store.naming import directory_name
 
 START_TIMEOUT_S = 60.0
 DELETE_TIMEOUT_S = 10.0
@@ -66,13 +65,17 @@ class Append:
     direction = "up"
 
     def __init__(self, server: ServerProcess, arena: str, durability: str, load: Load, pool: Pool) -> None:
-        self.name = f"append {durability}, {'arena' if arena != 'off' else 'gRPC'}"
+        self.name = self.name_of(arena, durability)
         self._server, self._load, self._pool, self._durability = server, load, pool, durability
         # At durability memory the arena takes the whole load: a burst. Once it is full the disk sets the pace.
         room = load.size + (64 << 20) if durability == "memory" and arena != "off" else 64 << 20
         self._client = trace_client.connect(server.address, arena=arena, arena_bytes=room)
         self._client.register(RUN, load.table)
         self._writer = self._client.writer(RUN, self.name, durability)
+
+    @staticmethod
+    def name_of(arena: str, durability: str) -> str:
+        return f"append {durability}, {'arena' if arena != 'off' else 'gRPC'}"
 
     def run(self, turn: int) -> Sample:
         # Once before it is timed, as LocalWrite does, and for its reason.
@@ -117,10 +120,11 @@ class Stored:
                 for trajectory in range(load.trajectories):
                     writer.seal(str(trajectory), tokens=load.tokens * load.appends + 1, prompt_tokens=0)
 
-    def wait_sealed(self, server: ServerProcess) -> None:
+    @staticmethod
+    def wait_sealed(server: ServerProcess) -> None:
         """Wait until no segment is open any more, which the store does with segments that get no row."""
         limit = time.monotonic() + SEAL_TIMEOUT_S
-        while any(server.data.glob(f"runs/*/{directory_name(self.partition)}/*.open")):
+        while any(server.data.glob("runs/*/*/*.open")):
             if time.monotonic() > limit:
                 raise RuntimeError("the benchmark's segments were not sealed")
             time.sleep(0.1)
@@ -134,15 +138,18 @@ class Read:
     MICROBATCH_BYTES = 64 << 20
 
     def __init__(self, server: ServerProcess, arena: str, stored: Stored, span: int, *, files: bool = False) -> None:
-        kind = "files" if files else "arena" if arena != "off" else "gRPC"
-        packed = ", scales compressed" if stored.partition == "compressed" else ""
-        self.name = f"read spans of {span}, {kind}{packed}"
+        self.name = self.name_of(arena, span, files=files, compressed=stored.partition == "compressed")
         self._server, self._load = server, stored.load
         data_dir = server.data if files else None
         self._client = trace_client.connect(server.address, arena=arena, data_dir=data_dir)
         self._reader = self._client.reader(RUN, stored.partition)
         self._buffers = Buffers()
         self._microbatches = self._plan(span)
+
+    @staticmethod
+    def name_of(arena: str, span: int, *, files: bool = False, compressed: bool = False) -> str:
+        kind = "files" if files else "arena" if arena != "off" else "gRPC"
+        return f"read spans of {span}, {kind}{', scales compressed' if compressed else ''}"
 
     def run(self, turn: int) -> Sample:
         del turn

@@ -71,10 +71,12 @@ def print_results(console: Console, results: Sequence[Result], verdicts: Sequenc
             result.name,
             f"{statistics.median(rates):.2f} ({min(rates):.2f}-{max(rates):.2f})",
             f"{result.cpu_per_gib('client'):.2f}",
-            f"{result.cpu_per_gib('server'):.2f}",
+            f"{result.cpu_per_gib('server'):.2f}" if result.direction != "local" else "-",
         )
     console.print(table)
-    table = _table("path", "over", "must", "moonshot", "ratio median (min-max)", "")
+    if not verdicts:
+        return
+    table = _table("budget", "over", "must", "moonshot", "ratio median (min-max)", "verdict")
     for verdict in verdicts:
         budget = verdict.budget
         table.add_row(
