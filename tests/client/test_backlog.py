@@ -142,25 +142,23 @@ def test_a_recorder_goes_on_after_an_outage(new_server: Any, impatient: None) ->
     scales = np.random.default_rng(4).integers(0, 100, (64, site.scale_bytes), np.uint8)
     with trace_client.connect(server.address) as client:
         client.register("r", [site])
-        recorder = Recorder(client.writer("r", "p"), [site], span_tokens=8)
+        writer = client.writer("r", "p")
+        recorder = Recorder(writer, [site], span_tokens=8)
 
-        def record(token: int) -> None:
-            part = slice(token, token + 1)
-            recorder.record(site, ["t"], [token], codes[part], scales[part], 1.0)
+        def record(start: int, stop: int) -> None:
+            part = slice(start, stop)
+            recorder.record(site, ["t"] * (stop - start), list(range(start, stop)), codes[part], scales[part], 1.0)
 
-        for token in range(16):
-            record(token)
+        record(0, 16)
+        writer.flush()
+        server.pause()
+        record(16, 32)  # handed to the writer, which gets no answer
         server.kill()
-        failures = 0
-        for token in range(16, 64):
-            try:
-                record(token)
-            except Unavailable:
-                failures += 1
-            if token == 48:
-                server.start()
-                client._channel.wait_ready()
-        assert failures
+        for call in (writer.flush, lambda: record(32, 48)):
+            with pytest.raises(Unavailable):
+                call()
+        comes_back(server, client)
+        record(48, 64)
         assert recorder.finish("t", tokens=65, prompt_tokens=0).holes == ()
         batch = client.reader("r", "p").read([("t", 0, 64)])
         assert batch.missing == []
