@@ -86,8 +86,9 @@ def test_the_error_says_what_is_kept_and_what_to_do(lost: Any) -> None:
 
 def test_an_append_that_failed_is_repeated_and_nothing_else(lost: Any, records: Any) -> None:
     server, client, writer = lost
-    with pytest.raises(Unavailable):
-        writer.append("e", 0, records(4, seed=9))
+    for call in (writer.flush, lambda: writer.append("e", 0, records(4, seed=9))):
+        with pytest.raises(Unavailable):
+            call()
     comes_back(server, client)
     writer.append("e", 0, records(4, seed=9))
     for name in "bcde":
