@@ -9,13 +9,14 @@ busy, answers pings, so that long waits stay legal.
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
@@ -40,6 +41,9 @@ from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 CALL_TIMEOUT_S = 60.0
 """Deadline of a control call; a seal behind a full queue waits for the disk."""
+
+TIMEOUT_S_MAX = 365 * 86_400.0
+"""Longest deadline: gRPC takes one from 9.3e9 s on as one that has passed, and no call lasts a year."""
 
 CONNECT_TIMEOUT_S = 10.0
 
@@ -74,6 +78,11 @@ _BARE: dict[grpc.StatusCode, type[TraceStoreError]] = {
     grpc.StatusCode.NOT_FOUND: NotFound,
 }
 
+_HINTS: dict[type[TraceStoreError], str] = {
+    Unavailable: "; the server went away or is not there, retrying is safe",
+    DeadlineExceeded: "; the server did not answer in time, retrying is safe",
+}
+
 
 @dataclass(frozen=True)
 class Tls:
@@ -84,7 +93,7 @@ class Tls:
     key: Path | None = None
 
 
-class Channel:
+class Channel(fork.OfOneProcess):
     """One gRPC channel and its stubs. Thread-safe. Bulk methods carry raw frames.
 
     Args:
@@ -158,9 +167,6 @@ class Channel:
         if self._offered_files is not None:
             self._offered_files.close()
 
-    def __reduce__(self) -> NoReturn:
-        fork.refuse_pickling("a client, and its writers and readers,")
-
     def check_usable(self) -> None:
         """Raise what gRPC would answer with a hang or a stray ValueError.
 
@@ -202,7 +208,7 @@ class Channel:
         def once() -> Any:
             self.check_usable()
             try:
-                return self._calls[method](request, timeout=remaining(deadline), metadata=self._metadata)
+                return self._calls[method](request, timeout=remaining(deadline, self.target), metadata=self._metadata)
             except grpc.RpcError as error:
                 raise self.error(error, table, deadline) from None
 
@@ -272,15 +278,18 @@ class Channel:
         kind = Unavailable if gone else _BARE.get(code, TraceStoreError)
         if kind is Unavailable and not left(deadline):
             kind = DeadlineExceeded
-        hint = "; the server went away or is not there, retrying is safe" if kind is Unavailable else ""
-        return kind(f"call failed: {details}{hint}, status={code.name} target={self.target}")
+        return kind(f"call failed: {details}{_HINTS.get(kind, '')}, status={code.name} target={self.target}")
 
 
-def deadline_of(timeout_s: object) -> float:
-    """When a call that starts now must end, by the monotonic clock. Raises InvalidRequest."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or not math.isfinite(timeout_s):
-        raise InvalidRequest(f"timeout_s must be a number of seconds, got={timeout_s!r}", argument="timeout_s")
-    return time.monotonic() + timeout_s
+def deadline_of(timeout_s: Any) -> float:
+    """When a call that starts now must end, by the monotonic clock; ``math.inf`` and whatever is over TIMEOUT_S_MAX
+    mean TIMEOUT_S_MAX. Raises InvalidRequest."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, numbers.Real) or timeout_s != timeout_s:
+        raise InvalidRequest(
+            f"timeout_s must be a number of seconds, math.inf for no limit, got={timeout_s!r}", argument="timeout_s"
+        )
+    seconds: Any = timeout_s
+    return time.monotonic() + float(min(max(seconds, 0), TIMEOUT_S_MAX))
 
 
 def left(deadline: float) -> float:
@@ -288,11 +297,12 @@ def left(deadline: float) -> float:
     return max(0.0, deadline - time.monotonic())
 
 
-def remaining(deadline: float) -> float:
-    """Seconds until a deadline. Raises DeadlineExceeded when it has passed: gRPC would send the call all the same."""
+def remaining(deadline: float, target: str) -> float:
+    """Seconds until a deadline of a call to ``target``. Raises DeadlineExceeded when it has passed: gRPC would send the
+    call all the same."""
     seconds = left(deadline)
     if not seconds:
-        raise DeadlineExceeded("the deadline has passed, nothing was sent")
+        raise DeadlineExceeded(f"the time was over before the server could be asked, target={target}")
     return seconds
 
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from trace_client.arena import Slabs
 from trace_client.channel import Channel, Tls
-from trace_client.fleet import Fleet, merged, split_targets
+from trace_client.fleet import STATUS_TIMEOUT_S, Fleet, merged, split_targets
 from trace_client.fleet_reader import FleetReader
 from trace_client.fleet_writer import FleetWriter
+from trace_client.fork import OfOneProcess
 from trace_client.reader import Reader
 from trace_client.segment_files import SegmentFiles
 from trace_client.writer import Writer
@@ -51,7 +52,7 @@ class Listed:
     prompt_tokens: int
 
 
-class Client:
+class Client(OfOneProcess):
     """A connection to one server. Thread-safe; a context manager."""
 
     def __init__(self, channel: Channel, arena_bytes: int = ARENA_BYTES) -> None:
@@ -152,12 +153,19 @@ class FleetClient(Client):
 
     def describe(self) -> dict[str, str]:
         """As ``Client.describe`` of the server that writes go to; ``reads`` is how they come from the server on this
-        host, if there is one. From others they come over the connection."""
-        healthy = [Client(endpoint.channel).describe() for endpoint in self._fleet.in_order()]
-        nearest = min(healthy, key=lambda found: ("files", "arena", "stream").index(found["reads"]))
+        host, if there is one. From others they come over the connection. ``away`` names the endpoints that do not
+        answer at present, as ``target`` does."""
+
+        def ask(channel: Channel) -> dict[str, str]:
+            channel.files(STATUS_TIMEOUT_S)
+            return Client(channel).describe()
+
+        found = self._fleet.each(ask)
+        nearest = min(found, key=lambda one: ("files", "arena", "stream").index(one["reads"]))
         reads = nearest["reads_reason"] if nearest["reads"] == "files" else nearest["reason"]
         target = ",".join(endpoint.channel.target for endpoint in self._fleet.endpoints)
-        return {**healthy[0], "target": target, "reads": nearest["reads"], "reads_reason": reads}
+        away = ",".join(self._fleet.away())
+        return {**found[0], "target": target, "away": away, "reads": nearest["reads"], "reads_reason": reads}
 
     def register(self, run: str, sites: Sequence[Site]) -> bool:
         """Create a run on every server that answers. True if it was new to one of them."""
@@ -191,7 +199,7 @@ class FleetClient(Client):
                 return 0
 
         count = max(self._fleet.each(call))
-        away = [endpoint.channel.target for endpoint in self._fleet.endpoints if not endpoint.healthy]
+        away = self._fleet.away()
         if away:
             log.warning(
                 "not released on servers that are away, release again later, run=%r partition=%r targets=%s",
@@ -263,7 +271,7 @@ def connect(
         fleet = Fleet([Channel(name, tls, token, arena, files, alone=False) for name in targets])
         try:
             fleet.connect()
-            if files is not None and not any(endpoint.channel.files() for endpoint in fleet.in_order()):
+            if files is not None and not any(fleet.each(lambda channel: channel.files(STATUS_TIMEOUT_S))):
                 raise _foreign(files, target)
         except BaseException:
             fleet.close()

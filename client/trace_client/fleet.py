@@ -95,10 +95,35 @@ class Fleet:
         if not ready:
             targets = ",".join(endpoint.channel.target for endpoint in self.endpoints)
             raise Unavailable(f"no server answers, targets={targets} waited_s={CONNECT_TIMEOUT_S:g}")
-        for endpoint in ready:
-            endpoint.ask_name()
+        self._meet(ready)
+
+    def _meet(self, ready: Sequence[Endpoint]) -> None:
+        """Ask servers, side by side, for their names and what the path to them is; those that hang are marked down.
+
+        Raises:
+            TraceStoreError: none answers, or one refuses.
+        """
+
+        def meet(endpoint: Endpoint) -> TraceStoreError | None:
+            try:
+                endpoint.ask_name()
+            except GONE as error:  # connected, and hangs
+                return error
             with suppress(*GONE, Unsupported):
                 endpoint.channel.arenas.probe()
+            return None
+
+        with ThreadPoolExecutor(len(ready)) as pool:
+            failures = list(pool.map(meet, ready))
+        for endpoint, failure in zip(ready, failures, strict=True):
+            if failure is not None:
+                endpoint.mark_down()
+        if None not in failures:
+            raise next(failure for failure in failures if failure is not None)
+
+    def away(self) -> list[str]:
+        """Targets that did not answer lately."""
+        return [endpoint.channel.target for endpoint in self.endpoints if not endpoint.healthy]
 
     def in_order(self, first: Endpoint | None = None) -> list[Endpoint]:
         """Healthy endpoints, ``first`` in front, in the caller's order; all of them when none is healthy."""
@@ -131,7 +156,8 @@ class Fleet:
         raise failure or Unavailable("no server answers")
 
     def each(self, call: Callable[[Channel], Answer]) -> list[Answer]:
-        """Answers of all endpoints that are there, asked side by side.
+        """Answers of all endpoints that are there, in the caller's order, asked side by side; the others are marked
+        down.
 
         Raises:
             TraceStoreError: an endpoint refused, or none answers.

@@ -13,6 +13,7 @@ from trace_client.arena import Arena
 from trace_client.channel import deadline_of, left
 from trace_client.fleet import GONE, Endpoint, Fleet
 from trace_client.fleet_merge import invalidate, merge, packed
+from trace_client.fork import OfOneProcess
 from trace_client.microbatch import (
     REASONS,
     Buffers,
@@ -24,7 +25,7 @@ from trace_client.microbatch import (
     view_microbatch,
 )
 from trace_client.prefetch import Prefetch
-from trace_client.reader import READ_TIMEOUT_S, Reader, Span, check_out, check_spans
+from trace_client.reader import READ_TIMEOUT_S, Reader, Span, check_filters, check_out, check_sites, check_spans
 from trace_store.errors import DeadlineExceeded, InvalidRequest, TraceStoreError, Unavailable, Unsupported
 from trace_store.record import Receipt, Site, TokenSpan, check_name
 
@@ -60,7 +61,7 @@ class _Shared:
     arena: Arena
 
 
-class FleetReader:
+class FleetReader(OfOneProcess):
     """Reader of one run and partition over several servers. Thread-safe."""
 
     def __init__(self, fleet: Fleet, run: str, partition: str, receipts: Iterable[Receipt] = ()) -> None:
@@ -98,9 +99,10 @@ class FleetReader:
         deadline = deadline_of(timeout_s)
         wanted = check_spans(spans)
         check_out(out)
-        chosen = self.sites if sites is None else tuple(sites)
+        chosen = check_sites(sites, self.sites)
+        check_filters(include_open, policy_version_min)
         options = {"include_open": include_open, "policy_version_min": policy_version_min, "deadline": deadline}
-        layout = plan_layout(self._check(chosen), rows_of(wanted))
+        layout = plan_layout(chosen, rows_of(wanted))
         buffers = out if out is not None else self._spare.take()
         shared = self._share(buffers, layout.size, wanted, deadline)
         if shared is not None:
@@ -139,7 +141,8 @@ class FleetReader:
                 for number in numbers:
                     asked[number].append(endpoint)
                 if not left(options["deadline"]):
-                    raise DeadlineExceeded("the read's time ended before every server was asked") from failure
+                    away = "".join(f", did not answer: target={target}" for target in self._fleet.away())
+                    raise DeadlineExceeded(f"the read's time ended before every server was asked{away}") from failure
                 others = [other for other in self._fleet.in_order() if any(other not in asked[n] for n in numbers)]
                 limited = {**options, "deadline": _shared_time(options["deadline"], alone=not others)}
                 asked_now = [wanted[number] for number in numbers]
@@ -192,11 +195,6 @@ class FleetReader:
         return Prefetch(
             lambda spans, buffers: self.read(spans, sites, out=buffers, **read_options), microbatches, depth, device
         )
-
-    def _check(self, sites: tuple[Site, ...]) -> tuple[Site, ...]:
-        if len(set(sites)) != len(sites) or not set(sites) <= set(self.sites):
-            raise InvalidRequest("sites are repeated or not of the run", argument="sites")
-        return sites
 
     def _groups(
         self, wanted: Sequence[TokenSpan], numbers: set[int], asked: dict[int, list[Endpoint]]
@@ -290,7 +288,7 @@ class FleetReader:
     ) -> None:
         """List the rows that no server delivered, from the validity of the rows themselves."""
         batch.missing.clear()
-        away = [endpoint for endpoint in self._fleet.endpoints if not endpoint.healthy]
+        away = self._fleet.away()
         for span in wanted:
             seen = reasons.get(span.trajectory, {_UNKNOWN} if away else set())
             if not seen:

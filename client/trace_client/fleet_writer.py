@@ -2,16 +2,20 @@
 
 A trajectory lives on one server until it is sealed and uploaded. When that server goes away before, what it held is
 out of reach: append the trajectory again from its start, which goes to the next server, or leave it and seal it there
-with ``allow_holes``. ``seal`` says which rows are missing.
+with ``allow_holes``. ``seal`` says which rows are missing. What no server answered is not among them: the
+writer keeps it and sends it to the next one.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
+from trace_client.backlog import Backlog
 from trace_client.fleet import GONE, Endpoint, Fleet
+from trace_client.fork import OfOneProcess
 from trace_client.writer import Writer
 from trace_store.errors import Unavailable
 from trace_store.record import Receipt, Site, check_durability, check_name
@@ -19,7 +23,7 @@ from trace_store.record import Receipt, Site, check_durability, check_name
 Answer = TypeVar("Answer")
 
 
-class FleetWriter:
+class FleetWriter(OfOneProcess):
     """Writer of one run and partition over several servers. Thread-safe; attributes as ``Writer``."""
 
     def __init__(self, fleet: Fleet, run: str, partition: str, durability: str, arena_bytes: int) -> None:
@@ -28,6 +32,8 @@ class FleetWriter:
         self.durability = check_durability(durability)
         self.sites: tuple[Site, ...] = fleet.first(lambda channel: channel.table(run))
         self._done = [0, 0, 0]
+        self._lock = threading.Lock()
+        self._backlog = Backlog()
         self._writer: Writer | None = None
         self._endpoint: Endpoint | None = None
 
@@ -61,10 +67,13 @@ class FleetWriter:
         return self._call(lambda writer: writer.seal(trajectory, **options))
 
     def close(self) -> None:
-        """Flush and end the stream."""
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        """Flush and end the stream. Raises as ``flush``, and can then be called again."""
+        with self._lock:
+            writer = self._writer
+        if writer is not None or self._backlog.kept:
+            self._call(lambda writer: writer.close())
+        with self._lock:
+            self._retire()
 
     def __enter__(self) -> FleetWriter:
         return self
@@ -72,17 +81,21 @@ class FleetWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        if kind is None:
+            self.close()
+        elif self._writer is not None:
+            self._writer.__exit__(kind, value, traceback)
 
     def _call(self, call: Callable[[Writer], Answer]) -> Answer:
         tried = 0
         while True:
-            fresh, writer = self._writer is None, self._writer or self._open()
+            with self._lock:
+                fresh, writer = self._writer is None, self._writer or self._open()
             tried += 1
             try:
                 return call(writer)
             except GONE:
-                self._leave()
+                self._leave(writer)
                 # A server that never had a thing of this writer's is left without a word, as long as there are others.
                 if not fresh or tried == len(self._fleet.endpoints):
                     raise
@@ -92,21 +105,41 @@ class FleetWriter:
         for endpoint in self._fleet.in_order():
             try:
                 # No resuming: there are other servers to go to.
-                writer = Writer(endpoint.channel, self.run, self.partition, self.durability, self._arena_bytes, 0.0)
+                writer = Writer(
+                    endpoint.channel,
+                    self.run,
+                    self.partition,
+                    self.durability,
+                    self._arena_bytes,
+                    0.0,
+                    self._backlog,
+                )
                 endpoint.ask_name()
             except (*GONE, LookupError) as error:
                 if not isinstance(error, LookupError):
                     endpoint.mark_down()
                 failure = error
                 continue
+            if writer.sites != self.sites:  # what is kept names sites by their numbers
+                failure = Unavailable(f"a server has another site table of the run, target={endpoint.channel.target}")
+                continue
             self._writer, self._endpoint = writer, endpoint
             return writer
         raise failure or Unavailable("no server answers")
 
-    def _leave(self) -> None:
+    def _leave(self, writer: Writer) -> None:
+        """Go on with another server, unless another thread did already."""
+        with self._lock:
+            if self._writer is not writer:
+                return
+            if self._endpoint is not None:
+                self._endpoint.mark_down()
+            writer.leave()
+            self._retire()
+
+    def _retire(self) -> None:
+        """Drop the writer and keep its counts."""
         writer, self._writer = self._writer, None
-        if self._endpoint is not None:
-            self._endpoint.mark_down()
         if writer is not None:
             for place, count in enumerate((writer.stored, writer.duplicates, writer.sent_bytes)):
                 self._done[place] += count

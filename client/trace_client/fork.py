@@ -40,6 +40,13 @@ def check_connect() -> None:
     _connected_pid = os.getpid()
 
 
+class OfOneProcess:
+    """What belongs to a connection, and so to the process that made it: pickling and copying it is refused."""
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickling("a client, and its writers and readers,")
+
+
 def refuse_pickling(what: str) -> NoReturn:
     """Raises Unsupported: what belongs to a connection stays in its process."""
     raise Unsupported(

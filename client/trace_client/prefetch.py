@@ -5,6 +5,7 @@ The thread holds no reference to the iterator, so a loop that is left early drop
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -42,6 +43,7 @@ class Prefetch(Iterator[Microbatch]):
         self._ring = ring = _Ring(depth + 1)
         self._lent: Buffers | None = None
         self._done = False
+        self._process = os.getpid()
         self._thread = threading.Thread(
             target=_read_ahead, args=(ring, read, microbatches), name="trace-client-prefetch", daemon=True
         )
@@ -49,6 +51,7 @@ class Prefetch(Iterator[Microbatch]):
         self._thread.start()
 
     def __next__(self) -> Microbatch:
+        fork.check_same_process(self._process)  # the reading thread is not there
         if self._lent is not None:
             self._ring.free.put(self._lent)
             self._lent = None

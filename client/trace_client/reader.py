@@ -12,6 +12,7 @@ import numpy as np
 
 from trace_client.arena import Arena
 from trace_client.channel import Channel, deadline_of, left, remaining
+from trace_client.fork import OfOneProcess
 from trace_client.microbatch import (
     REASONS,
     Buffers,
@@ -26,7 +27,7 @@ from trace_client.microbatch import (
 )
 from trace_client.prefetch import Prefetch
 from trace_store import wire
-from trace_store.errors import DataLoss, InvalidRequest
+from trace_store.errors import DataLoss, DeadlineExceeded, InvalidRequest
 from trace_store.limits import POLICY_VERSION_MAX, SPANS_MAX
 from trace_store.record import Site, TokenSpan, check_int, check_name
 from trace_store.segment_directory import StoredRows
@@ -39,7 +40,7 @@ READ_TIMEOUT_S = 300.0
 Span = TokenSpan | tuple[str, int, int] | tuple[str, int, int, int]
 
 
-class Reader:
+class Reader(OfOneProcess):
     """Reader of one run and partition. Thread-safe."""
 
     def __init__(self, channel: Channel, run: str, partition: str) -> None:
@@ -80,8 +81,8 @@ class Reader:
         self._channel.check_usable()
         wanted = check_spans(spans)
         check_out(out)
-        chosen = self.sites if sites is None else self._check_sites(sites)
-        check_int(policy_version_min, "policy_version_min", 0, POLICY_VERSION_MAX)
+        chosen = check_sites(sites, self.sites)
+        check_filters(include_open, policy_version_min)
         layout = plan_layout(chosen, rows_of(wanted))
         options: dict[str, Any] = {
             "include_open": include_open,
@@ -95,7 +96,10 @@ class Reader:
     ) -> Microbatch:
         """A checked read, once."""
         buffers = out if out is not None else self._spare.take()
-        arena = buffers.arena(self._channel.arenas, layout.size, remaining(options["deadline"]))
+        arenas, deadline, target = self._channel.arenas, options["deadline"], self._channel.target
+        arena = buffers.arena(arenas, layout.size, remaining(deadline, target))
+        if arena is None and not left(deadline):
+            raise DeadlineExceeded(f"the server did not answer in time, {arenas.reason}, target={target}")
         if arena is not None:
             batch = view_microbatch(arena.array(), layout)
             if out is None:
@@ -249,7 +253,7 @@ class Reader:
 
     def _messages(self, request: Any, deadline: float) -> Iterator[bytes]:
         try:
-            yield from self._channel.read_stream(request, remaining(deadline))
+            yield from self._channel.read_stream(request, remaining(deadline, self._channel.target))
         except grpc.RpcError as error:
             raise self._channel.error(error, self.sites, deadline) from None
 
@@ -288,16 +292,27 @@ class Reader:
             lambda spans, buffers: self.read(spans, sites, out=buffers, **read_options), microbatches, depth, device
         )
 
-    def _check_sites(self, sites: object) -> tuple[Site, ...]:
-        if isinstance(sites, Site) or not isinstance(sites, Iterable):
-            raise InvalidRequest(f"sites must be a sequence of Site, got={sites!r}", argument="sites")
-        chosen = tuple(sites)
-        for site in chosen:
-            if not isinstance(site, Site) or site not in self._numbers:
-                raise InvalidRequest(f"the run has no such site, site={site}", argument="sites")
-        if len(set(chosen)) != len(chosen):
-            raise InvalidRequest("a site is named twice", argument="sites")
-        return chosen
+
+def check_sites(sites: object, table: tuple[Site, ...]) -> tuple[Site, ...]:
+    """Sites of a read, all of ``table`` for None. Raises InvalidRequest."""
+    if sites is None:
+        return table
+    if isinstance(sites, Site) or not isinstance(sites, Iterable):
+        raise InvalidRequest(f"sites must be a sequence of Site, got={sites!r}", argument="sites")
+    chosen, known = tuple(sites), set(table)
+    for site in chosen:
+        if not isinstance(site, Site) or site not in known:
+            raise InvalidRequest(f"the run has no such site, site={site}", argument="sites")
+    if len(set(chosen)) != len(chosen):
+        raise InvalidRequest("a site is named twice", argument="sites")
+    return chosen
+
+
+def check_filters(include_open: object, policy_version_min: object) -> None:
+    """Raises InvalidRequest."""
+    if not isinstance(include_open, (bool, np.bool_)):
+        raise InvalidRequest(f"include_open must be a bool, got={include_open!r}", argument="include_open")
+    check_int(policy_version_min, "policy_version_min", 0, POLICY_VERSION_MAX)
 
 
 def check_out(out: object) -> None:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trace_client.fork import OfOneProcess
 from trace_client.span_buffer import Bytes, OpenRows, Piece, Rows, Span, pack_codes, pieces, scale_rows
 from trace_store import Receipt, Site
 from trace_store.errors import InvalidRequest
@@ -57,7 +58,7 @@ class KVCache(Protocol):
         [start, stop) at ``site``."""
 
 
-class Recorder:
+class Recorder(OfOneProcess):
     """Capture of the sites that a forward pass quantizes, for a batch of trajectories at a time.
 
     Args:
@@ -106,7 +107,9 @@ class Recorder:
 
         Raises:
             InvalidRequest: an unknown site, a wrong shape, or a position that was recorded before; nothing is taken.
-            TraceStoreError: an append failed. The rows were taken; the next call or ``finish`` sends them again.
+            TraceStoreError: an append failed. The rows were taken; the next call or ``finish`` sends them again, and
+                the writer sends what had no answer. With several servers, what the one that went away had answered
+                stays there: ``finish`` raises Incomplete, and ``restart`` begins anew.
         """
         if site not in self._sites:
             raise InvalidRequest(f"site is none of the recorder's, site={site.name}", argument="site")
@@ -212,7 +215,7 @@ class Recorder:
         del open_.complete[key]
 
 
-class KVRecorder:
+class KVRecorder(OfOneProcess):
     """Capture of K and V from an engine's FP4 cache when a trajectory ends.
 
     Args:

@@ -220,6 +220,12 @@ class AppendStream:
         with self._changed:
             return [self._unanswered[sequence] for sequence in sorted(self._unanswered)]
 
+    @property
+    def answered(self) -> int:
+        """Messages that were answered."""
+        with self._changed:
+            return self._sequence - len(self._unanswered)
+
     def drain(self) -> None:
         """Wait until every message is answered."""
         with self._changed:

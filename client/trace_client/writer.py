@@ -5,7 +5,8 @@ arena, so it blocks when the server or its disk is slow (backpressure), and ``fl
 that the server found in a message is raised by the next ``append`` to the same trajectory, or by ``flush`` or ``seal``.
 
 A server that goes away and comes back is not noticed: what it did not answer is sent again over a new stream, and what
-it had stored all the same counts as a duplicate.
+it had stored all the same counts as a duplicate. Where it stays away, calls raise Unavailable and the writer keeps what
+was not answered, within the credit and arena of a stream, until it can send it again.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+from trace_client.backlog import Backlog
 from trace_client.channel import Channel
 from trace_client.encode import Encoder, Outgoing
+from trace_client.fork import OfOneProcess
 from trace_client.stream import AppendStream
 from trace_store import wire
 from trace_store.errors import TraceStoreError, Unavailable
@@ -41,7 +44,7 @@ RESUME_PAUSE_S = 0.1
 _Result = TypeVar("_Result")
 
 
-class Writer:
+class Writer(OfOneProcess):
     """Writer of one run and partition. Thread-safe; answers are taken on a thread of its own.
 
     Attributes:
@@ -57,6 +60,7 @@ class Writer:
         durability: str,
         arena_bytes: int,
         resume_timeout_s: float | None = None,
+        backlog: Backlog | None = None,
     ) -> None:
         self._channel, self._arena_bytes = channel, arena_bytes
         self._resume_timeout_s = RESUME_TIMEOUT_S if resume_timeout_s is None else resume_timeout_s
@@ -67,7 +71,8 @@ class Writer:
         self._encoder = Encoder(self.run, self.partition, self.sites)
         self._lock = threading.Lock()
         self._stream: AppendStream | None = None
-        self._errors: dict[str, TraceStoreError] = {}
+        self._backlog = backlog if backlog is not None else Backlog()
+        self._left = False
 
     def append(
         self,
@@ -89,14 +94,16 @@ class Writer:
         Raises:
             InvalidRequest: nothing was sent; names the argument.
             Conflict, StaleAttempt, Sealed: an earlier append to this trajectory was refused.
-            Unavailable: the server went away and did not come back within RESUME_TIMEOUT_S; repeat what was appended
-                since the last flush, known rows count as duplicates. Said once; the next call connects again.
+            Unavailable: the server went away and did not come back within RESUME_TIMEOUT_S: repeat the call, known rows
+                count as duplicates. What earlier calls appended is kept, and every call sends it again first.
+            DeadlineExceeded: the server is there and answers nothing; likewise.
         """
         self._channel.check_usable()
         check_attempt(attempt, policy_version)
         with self._lock:
+            self._check_usable()
             taken = self._encoder.take(trajectory, start, records)
-            self._raise_error(trajectory)
+            self._backlog.raise_error(trajectory)
             size = self._on_stream(lambda stream: stream.message_bytes)
             for outgoing in self._encoder.messages(taken, attempt, policy_version, size):
                 self._on_stream(partial(_send, outgoing))
@@ -106,12 +113,15 @@ class Writer:
         """Wait until everything appended has the writer's durability.
 
         Raises:
-            TraceStoreError: the first error that was found. Those of other trajectories are in its ``others``.
+            Unavailable, DeadlineExceeded: as for append. Flush again: it returns once the server has answered all.
+            TraceStoreError: the server refused rows, and has not stored them: the first error that was found, said
+                once. Those of other trajectories are in its ``others``.
         """
         self._channel.check_usable()
         with self._lock:
+            self._check_usable()
             self._flush()
-            self._raise_error(None)
+            self._backlog.raise_error(None)
 
     def seal(
         self, trajectory: str, *, tokens: int, prompt_tokens: int, attempt: int = 0, allow_holes: bool = False
@@ -127,7 +137,7 @@ class Writer:
             StorageFailed: rows may be in an object store that does not answer the server: seal again later, or append
                 the trajectory again.
             Conflict: an append was refused, or the attempt is sealed with other counts.
-            Unavailable: as for append.
+            Unavailable, DeadlineExceeded: as for append.
         """
         self._channel.check_usable()
         check_name(trajectory, "trajectory")
@@ -135,8 +145,9 @@ class Writer:
         check_int(tokens, "tokens", 1, TOKENS_MAX)
         check_int(prompt_tokens, "prompt_tokens", 0, tokens)
         with self._lock:
+            self._check_usable()
             self._flush()
-            self._raise_error(trajectory)
+            self._backlog.raise_error(trajectory)
         request = service_pb2.SealRequest(
             run=self.run,
             partition=self.partition,
@@ -156,22 +167,27 @@ class Writer:
             time.sleep(RESUME_PAUSE_S)  # the same seal again is fine
 
     def close(self) -> None:
-        """Flush and end the stream. Raises as ``flush``; a client that was closed before matters only to appends that
-        wait for their answers."""
+        """Flush and end the stream. Raises as ``flush``, and can then be called again; a client that was closed before
+        matters only to appends that wait for their answers."""
         with self._lock:
-            if self._stream is None:
+            if self._stream is None and not self._backlog.kept:
                 return
             self._channel.check_process()
             try:
-                if self._stream.unanswered():
+                if self._backlog.kept or (self._stream is not None and self._stream.unanswered()):
                     self._channel.check_usable()
                     self._flush()
-                self._count(self._stream)
-                self._raise_error(None)
+                if self._stream is not None:
+                    self._count(self._stream)
+                self._backlog.raise_error(None)
             finally:
-                stream, self._stream = self._stream, None
-                if stream is not None:
-                    stream.end()
+                self._end()
+
+    def leave(self) -> None:
+        """End the stream without waiting, for another writer that goes on with the same backlog."""
+        with self._lock:
+            self._left = True
+            self._end()
 
     def __enter__(self) -> Writer:
         return self
@@ -184,9 +200,14 @@ class Writer:
         elif self._stream is not None:
             self._stream.end()
 
+    def _end(self) -> None:
+        if self._stream is not None:
+            self._set_aside(self._stream)
+            self._stream = None
+
     def _flush(self) -> None:
-        """Wait for all answers."""
-        if self._stream is None:
+        """Wait for all answers, also to what earlier calls left unanswered."""
+        if self._stream is None and not self._backlog.kept:
             return
         try:
             self._on_stream(lambda stream: stream.drain())
@@ -195,69 +216,93 @@ class Writer:
                 self._count(self._stream)
 
     def _on_stream(self, action: Callable[[AppendStream], _Result]) -> _Result:
-        """Run ``action`` on the stream, and once more on a new one whenever it broke."""
-        while True:
-            if self._stream is None:
-                self._stream = self._channel.reconnecting(self._open)
-            stream = self._stream
-            try:
-                if stream.broken is None:
-                    return action(stream)
-            except TraceStoreError:
-                if stream.broken is None:
-                    raise
-            self._stream = None
-            self._count(stream)
-            self._stream = self._resume(stream)
-
-    def _resume(self, old: AppendStream) -> AppendStream:
-        """A stream that carries what a broken one left unanswered.
+        """Run ``action`` on the stream, and once more on a new one whenever it broke.
 
         Raises:
-            Unavailable: the server stays away.
+            TraceStoreError: the server stays away, or answers nothing on any stream, for the time that the writer looks
+                for it. What it did not answer is kept, and the text says so.
         """
-        old.end()
-        pending = [(sent, old) for sent in old.unanswered()]
-        deadline = time.monotonic() + self._resume_timeout_s
-        error: TraceStoreError = old.broken or Unavailable("the append stream ended")
-        if pending and type(error) is not Unavailable:
+        lost_at: float | None = None
+        try:
+            while True:
+                if self._stream is None:
+                    self._stream = self._channel.reconnecting(self._connect)
+                stream = self._stream
+                try:
+                    if stream.broken is None:
+                        return action(stream)
+                except TraceStoreError:
+                    if stream.broken is None:
+                        raise
+                self._set_aside(stream)
+                self._stream = None
+                fruitless = lost_at is not None and not stream.answered
+                if lost_at is None or stream.answered:
+                    lost_at = time.monotonic()
+                broken = stream.broken or Unavailable("the append stream ended")
+                self._resume(broken, lost_at + self._resume_timeout_s, pause=fruitless)
+        except TraceStoreError as error:
+            self._backlog.name_in(error)
+            raise
+
+    def _resume(self, error: TraceStoreError, deadline: float, *, pause: bool) -> None:
+        """Open a stream that carries what a broken one left unanswered.
+
+        Raises:
+            Unavailable: the server stays away until ``deadline``.
+        """
+        if self._backlog.kept and type(error) is not Unavailable:
             raise error
         while True:
-            stream = None
+            if pause:
+                if type(error) is not Unavailable or time.monotonic() > deadline:
+                    raise error
+                time.sleep(RESUME_PAUSE_S)
+            pause = True
             try:
-                stream = self._open()
-                while pending:
-                    stream.send_again(*pending[0])
-                    pending.pop(0)
-                return stream
+                self._stream = self._connect()
+                return
             except TraceStoreError as failed:
                 error = failed
-                if stream is not None:
-                    stream.end()
-                    self._count(stream)
-                    pending[:0] = [(sent, stream) for sent in stream.unanswered()]
-            if type(error) is not Unavailable or time.monotonic() > deadline:
-                raise error
-            time.sleep(RESUME_PAUSE_S)
+
+    def _connect(self) -> AppendStream:
+        """A new stream, on which everything unanswered was sent again."""
+        kept = self._backlog.kept
+        stream = self._open()
+        try:
+            while kept:
+                stream.send_again(*kept[0])
+                kept.popleft()
+        except BaseException:
+            self._set_aside(stream)
+            raise
+        return stream
+
+    def _set_aside(self, stream: AppendStream) -> None:
+        """End a stream and keep what it left unanswered, in front of what was sent later."""
+        stream.end()
+        self._count(stream)
+        self._backlog.kept.extendleft((sent, stream) for sent in reversed(stream.unanswered()))
+
+    def _check_usable(self) -> None:
+        """Raises Unavailable once another writer has taken over the backlog."""
+        if self._left:
+            raise Unavailable("the writer went on with another server, retrying is safe")
 
     def _open(self) -> AppendStream:
         return AppendStream(
-            self._channel, self.run, self.partition, self.durability, self.sites, self._errors, self._arena_bytes
+            self._channel,
+            self.run,
+            self.partition,
+            self.durability,
+            self.sites,
+            self._backlog.errors,
+            self._arena_bytes,
         )
 
     def _count(self, stream: AppendStream) -> None:
         self.stored += stream.take_count("stored")
         self.duplicates += stream.take_count("duplicates")
-
-    def _raise_error(self, trajectory: str | None) -> None:
-        """Raise what the server found wrong with a trajectory's frames (None: with any, together), once."""
-        if not self._errors:
-            return
-        names = list(self._errors) if trajectory is None else [trajectory]
-        found = [self._errors.pop(name) for name in names if name in self._errors]
-        if found:
-            found[0].others = tuple(found[1:])
-            raise found[0]
 
 
 def _send(outgoing: Outgoing, stream: AppendStream) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +101,10 @@ client = trace_client.connect(sys.argv[1])
 client.register("fork", [site])
 writer, reader = client.writer("fork", "p"), client.reader("fork", "p")
 writer.append("t", 0, rows)
+ahead = reader.prefetch([[("t", 0, 1)]] * 3)
+next(ahead)
 for call in (
+    lambda: next(ahead),
     client.status,
     lambda: reader.read([("t", 0, 1)]),
     lambda: writer.append("t", 2, rows),
@@ -126,6 +131,34 @@ def test_forked_children_are_told_and_live(server: Any) -> None:
         [sys.executable, "-c", FORKING, server.address], capture_output=True, text=True, timeout=120, check=False
     )
     assert finished.stdout == "done\n", finished.stderr
+
+
+LONG: dict[str, Any] = {
+    "over gRPC's own": 1e10,
+    "float": 1e300,
+    "inf": math.inf,
+    "maxsize": sys.maxsize,
+    "no float": 10**400,
+    "np.int64": np.int64(60),
+    "np.float32": np.float32(60),
+    "fraction": Fraction(60),
+}
+
+
+@pytest.mark.parametrize("timeout_s", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("fleet", [False, True])
+def test_a_long_timeout_is_one(client: Any, run: str, timeout_s: Any, fleet: bool) -> None:
+    if not fleet:
+        assert client.reader(run, "p").read([("t", 0, 1)], timeout_s=timeout_s).missing
+        return
+    with trace_client.connect([client._channel.target]) as several:
+        assert several.reader(run, "p").read([("t", 0, 1)], timeout_s=timeout_s).missing
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, -math.inf, -(10**400)], ids=["0", "-1", "-inf", "no float"])
+def test_no_time_is_a_deadline_that_names_the_server(client: Any, run: str, timeout_s: Any) -> None:
+    with pytest.raises(DeadlineExceeded, match=f"target={client._channel.target}"):
+        client.reader(run, "p").read([("t", 0, 1)], timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("flushed", [True, False])

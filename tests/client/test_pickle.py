@@ -130,7 +130,7 @@ def connected(request: pytest.FixtureRequest, client: Any, run: str, sites: Any)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy])
+@pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy, copy.copy])
 def test_what_belongs_to_a_connection_says_what_to_do(connected: dict[str, Any], name: str, how: Any) -> None:
     with pytest.raises(Unsupported, match="connect in each process"):
         how(connected[name])
