@@ -92,7 +92,13 @@ class Client(OfOneProcess):
         return self._channel.table(check_name(run, "run"))
 
     def writer(self, run: str, partition: str, durability: str = "synced") -> Writer:
-        """A writer of one partition. ``durability`` is what an answered append promises: memory, written or synced."""
+        """A writer of one partition.
+
+        Args:
+            durability: what an answered append promises. ``memory``: the server has it, and will say at the seal if it
+                could not store it; a read may miss it for a moment. ``written``: it is in a file, and survives the
+                server. ``synced``: it survives a power cut.
+        """
         return Writer(self._channel, run, partition, durability, self._arena_bytes)
 
     def reader(self, run: str, partition: str) -> Reader:
