@@ -15,7 +15,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-import numpy.typing as npt
 
 from trace_client.arena import Arena, Slabs
 from trace_client.channel import Channel
@@ -23,6 +22,7 @@ from trace_client.encode import Outgoing
 from trace_store import wire
 from trace_store.chunk import RecordGroup
 from trace_store.errors import DeadlineExceeded, TraceStoreError, Unavailable
+from trace_store.fresh import fresh_bytes
 from trace_store.limits import FRAME_BYTES, FRAMES_MAX
 from trace_store.record import Site
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
@@ -161,7 +161,6 @@ class AppendStream:
         self._credit: int | None = None
         self._arena: Arena | None = channel.arenas.attach(arena_bytes) if arena_bytes else None
         self._memory = self._arena.array() if self._arena is not None else np.zeros(0, np.uint8)
-        self._filled = np.zeros(0, np.uint8)
         self._slabs = Slabs(self._memory.size)
         self._requests.put(wire.append_open_frame(run, partition, durability))
         self._call = channel.append_stream(iter(self._requests))
@@ -184,9 +183,7 @@ class AppendStream:
         """
         size = outgoing.size
         if self._arena is None or size > Slabs.SLAB_BYTES:
-            payload = self._scratch(size)
-            groups = outgoing.fill(payload)
-            message = wire.append_frame(self._sequence + 1, groups, (payload.data,))
+            groups, message = self._encode(outgoing)
             self._put(Sent(outgoing.trajectory, groups, size, message), message)
             return
         offset = self._reserve(size)
@@ -199,11 +196,14 @@ class AppendStream:
         descriptor = wire.append_arena_frame(self._sequence + 1, groups, self._arena.id, offset, size)
         self._put(Sent(outgoing.trajectory, groups, size, offset=offset), descriptor)
 
-    def _scratch(self, size: int) -> npt.NDArray[np.uint8]:
-        """Memory to fill before it is joined with its header; the same each time, so that it stays in the cache."""
-        if self._filled.size < size:
-            self._filled = np.empty(size, np.uint8)
-        return self._filled[:size]
+    def _encode(self, outgoing: Outgoing) -> tuple[Sequence[RecordGroup], bytes]:
+        """A message with its payload, which is written once, to where gRPC takes it from."""
+        number, size = self._sequence + 1, outgoing.size
+        start = len(wire.append_prefix(number, outgoing.blank(), size))
+        message, view = fresh_bytes(start + size)
+        groups = outgoing.fill(np.frombuffer(view[start:], np.uint8))
+        view[:start] = wire.append_prefix(number, groups, size)
+        return groups, message
 
     def send_again(self, sent: Sent, origin: AppendStream) -> None:
         """Send what another stream left unanswered."""

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from trace_server import frames, listing, read
 from trace_server.append import AppendStream
-from trace_server.arena import ATTACH_TIMEOUT_S, Arenas
+from trace_server.arena import ATTACH_TIMEOUT_S, Arena, Arenas
 from trace_server.flow import ByteBudget
 from trace_server.futures import wait_for
 from trace_server.metrics import Metrics
@@ -221,7 +221,7 @@ class TraceStoreService:
             if asked is None:
                 return
             size = _parse(service_pb2.AttachArenaRequest, asked).size_bytes
-            arena = await asyncio.to_thread(self._arenas.offer, size)
+            arena = await self._offer(size)
             offer = service_pb2.AttachArenaResponse(name=arena.path.name, size_bytes=arena.size, owner_uid=os.getuid())
             await send(context, offer.SerializeToString())
             try:
@@ -241,6 +241,19 @@ class TraceStoreService:
         finally:
             if arena is not None:
                 self._arenas.drop(arena)
+
+    async def _offer(self, size: int) -> Arena:
+        """A new arena; one whose client goes away meanwhile is dropped when it is there."""
+        offering = asyncio.ensure_future(asyncio.to_thread(self._arenas.offer, size))
+        try:
+            return await asyncio.shield(offering)
+        except asyncio.CancelledError:
+            offering.add_done_callback(self._drop_unused)
+            raise
+
+    def _drop_unused(self, offering: asyncio.Future[Arena]) -> None:
+        if not offering.cancelled() and offering.exception() is None:
+            self._arenas.drop(offering.result())
 
     async def _until_ended(self, messages: AsyncIterator[bytes]) -> None:
         """Wait until the client ends its call, its connection drops, or the server stops."""

@@ -17,6 +17,7 @@ from trace_server.arena import Arenas
 from trace_server.flow import ByteBudget
 from trace_server.metrics import Metrics
 from trace_server.read import fill_arena
+from trace_server.service import TraceStoreService
 from trace_store import Site, TokenSpan, wire
 from trace_store.engine import Engine
 from trace_store.testing.records import make_chunk
@@ -136,3 +137,40 @@ def test_a_message_of_many_requests_leaves_the_loop_time_for_others(
 
     assert asyncio.run(run()) == 200 * 8
     assert longest[0] <= 2 * GROUPS_ON_LOOP_MAX
+
+
+def test_an_arena_that_is_made_for_a_client_which_is_gone_is_dropped(engine: Engine, tmp_path: Path) -> None:
+    """Its file, descriptor and share of the memory would be taken until the server ends."""
+    directory = tmp_path / "shared"
+    directory.mkdir()
+    arenas = Arenas(directory, 1 << 20)
+    asked, go, made = threading.Event(), threading.Event(), threading.Event()
+    offer = arenas.offer
+
+    def gated(size: int) -> Any:
+        asked.set()
+        go.wait(30)
+        try:
+            return offer(size)
+        finally:
+            made.set()
+
+    arenas.offer = gated  # type: ignore[method-assign]
+
+    async def requests() -> AsyncIterator[bytes]:
+        yield service_pb2.AttachArenaRequest(size_bytes=4096).SerializeToString()
+
+    async def run() -> None:
+        service = TraceStoreService(engine, Metrics(engine), arenas)
+        call = asyncio.ensure_future(service.attach_arena(requests(), None))
+        await asyncio.to_thread(asked.wait, 30)
+        call.cancel()
+        await asyncio.wait([call])
+        go.set()
+        await asyncio.to_thread(made.wait, 30)
+        limit = asyncio.get_running_loop().time() + 30
+        while arenas.shared_bytes or any(directory.iterdir()):
+            assert asyncio.get_running_loop().time() < limit
+            await asyncio.sleep(0.01)
+
+    asyncio.run(run())
