@@ -98,7 +98,9 @@ class Reader(OfOneProcess):
         buffers = out if out is not None else self._spare.take()
         arenas, deadline, target = self._channel.arenas, options["deadline"], self._channel.target
         arena = buffers.arena(arenas, layout.size, remaining(deadline, target))
-        if arena is None and not left(deadline):
+        if not left(deadline):
+            if out is None:
+                self._spare.give_back(buffers)  # with its arena: the next read need not attach one
             raise DeadlineExceeded(f"the server did not answer in time, {arenas.reason}, target={target}")
         if arena is not None:
             batch = view_microbatch(arena.array(), layout)
