@@ -244,20 +244,29 @@ class TestFleet:
 
     def test_a_server_that_is_back_is_found_while_all_count_as_away(self, two: Any, records: Any) -> None:
         servers, fleet = two
-        servers[0].kill()
         writer = fleet.writer("r", "p")
         writer.append("a", 0, records(4))
         writer.flush()
-        assert writer.server
-        for endpoint in fleet._fleet.endpoints:
-            endpoint.mark_down()
-        writer.append("a", 4, records(4, seed=1))
+        servers[0].kill()
+        with pytest.raises(Unavailable):
+            writer.seal("a", tokens=5, prompt_tokens=0)
+        writer.append("b", 0, records(4))
         writer.flush()
         writer.close()
         for endpoint in fleet._fleet.endpoints:
             endpoint.mark_down()
-        writer.append("a", 8, records(4, seed=2))
-        assert writer.seal("a", tokens=13, prompt_tokens=0).holes == ()
+        writer.append("b", 4, records(4, seed=1))
+        assert writer.seal("b", tokens=9, prompt_tokens=0).holes == ()
+
+    def test_an_error_in_the_block_is_the_callers_own(self, two: Any, records: Any) -> None:
+        servers, fleet = two
+        with pytest.raises(KeyError), fleet.writer("r", "p") as writer:
+            writer.append("a", 0, records(4))
+            writer.flush()
+            servers[0].pause()
+            writer.append("a", 4, records(4, seed=1))
+            raise KeyError("mine")
+        assert writer._fleet.endpoints[0].healthy, "nothing was waited for"
 
     def test_a_failover_under_threads_is_heard_once_by_each(self, two: Any, records: Any) -> None:
         servers, fleet = two
