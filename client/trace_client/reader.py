@@ -288,7 +288,8 @@ class Reader(OfOneProcess):
                 pinned memory on a stream of their own and ready on the current stream.
 
         A microbatch stays valid until the next one is drawn. Dropping the iterator, as leaving the loop does, stops the
-        thread; ``close()`` also waits for it.
+        thread; ``close()`` also waits for it. After Unavailable, DeadlineExceeded or another retryable error ``next``
+        reads the same microbatch again.
         """
         return Prefetch(
             lambda spans, buffers: self.read(spans, sites, out=buffers, **read_options), microbatches, depth, device

@@ -260,13 +260,19 @@ class TestFleet:
 
     def test_an_error_in_the_block_is_the_callers_own(self, two: Any, records: Any) -> None:
         servers, fleet = two
-        with pytest.raises(KeyError), fleet.writer("r", "p") as writer:
-            writer.append("a", 0, records(4))
-            writer.flush()
-            servers[0].pause()
-            writer.append("a", 4, records(4, seed=1))
-            raise KeyError("mine")
-        assert writer._fleet.endpoints[0].healthy, "nothing was waited for"
+        writer = fleet.writer("r", "p")
+
+        def block() -> None:
+            with writer:
+                writer.append("a", 0, records(4))
+                writer.flush()
+                servers[0].pause()
+                writer.append("a", 4, records(4, seed=1))
+                raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            block()
+        assert fleet._fleet.endpoints[0].healthy, "nothing was waited for"
 
     def test_a_failover_under_threads_is_heard_once_by_each(self, two: Any, records: Any) -> None:
         servers, fleet = two
