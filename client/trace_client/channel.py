@@ -110,7 +110,7 @@ class Channel(fork.OfOneProcess):
         *,
         alone: bool = True,
     ) -> None:
-        if not isinstance(target, str) or not target or (":" not in target and not target.startswith("unix:")):
+        if not isinstance(target, str) or not _is_target(target):
             raise InvalidRequest(f"target must be host:port or unix:/path, got={target!r}", argument="target")
         fork.check_connect()
         self.target, self._alone = target, alone
@@ -197,7 +197,8 @@ class Channel(fork.OfOneProcess):
         except grpc.FutureTimeoutError:
             raise Unavailable(
                 f"no server answers, target={self.target} waited_s={CONNECT_TIMEOUT_S:g};"
-                " check that it runs, the address, and that both ends use TLS or none (http_proxy is not used)"
+                " check that it runs, the address, that both ends use TLS or none, and that each accepts the other's"
+                " certificate (http_proxy is not used)"
             ) from None
 
     def call(self, method: str, request: Any, table: Sequence[Site] = (), timeout_s: float = CALL_TIMEOUT_S) -> Any:
@@ -309,6 +310,12 @@ def remaining(deadline: float, target: str) -> float:
 def _trailing(error: Any) -> Sequence[tuple[str, bytes]]:
     read: Callable[[], Any] | None = getattr(error, "trailing_metadata", None)
     return (read() if read is not None else None) or ()
+
+
+def _is_target(target: str) -> bool:
+    """Whether it is unix:/path, or ends in a port."""
+    host, _, port = target.rpartition(":")
+    return target.startswith("unix:") or (host != "" and port.isascii() and port.isdecimal() and int(port) < 1 << 16)
 
 
 def _check_token(token: object) -> str:

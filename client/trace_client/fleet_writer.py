@@ -9,7 +9,7 @@ writer keeps it and sends it to the next one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -87,22 +87,24 @@ class FleetWriter(OfOneProcess):
             self._writer.__exit__(kind, value, traceback)
 
     def _call(self, call: Callable[[Writer], Answer]) -> Answer:
-        tried = 0
+        tried: list[Endpoint | None] = []
         while True:
             with self._lock:
-                fresh, writer = self._writer is None, self._writer or self._open()
-            tried += 1
+                fresh, writer = self._writer is None, self._writer or self._open(tried)
+                tried.append(self._endpoint)
             try:
                 return call(writer)
             except GONE:
                 self._leave(writer)
                 # A server that never had a thing of this writer's is left without a word, as long as there are others.
-                if not fresh or tried == len(self._fleet.endpoints):
+                if not fresh or len(tried) == len(self._fleet.endpoints):
                     raise
 
-    def _open(self) -> Writer:
+    def _open(self, tried: Sequence[Endpoint | None]) -> Writer:
         failure: Exception | None = None
         for endpoint in self._fleet.in_order():
+            if endpoint in tried:
+                continue
             try:
                 # No resuming: there are other servers to go to.
                 writer = Writer(

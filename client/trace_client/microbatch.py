@@ -208,9 +208,9 @@ class SpareBuffers:
 
     def give_back_after(self, memory: npt.NDArray[np.uint8], buffers: Buffers) -> None:
         """Take the buffers back once ``memory``, an array object of this read alone, and its views are gone."""
-        weakref.finalize(memory, self._take_back, buffers).atexit = False
+        weakref.finalize(memory, self.give_back, buffers).atexit = False
 
-    def _take_back(self, buffers: Buffers) -> None:
+    def give_back(self, buffers: Buffers) -> None:
         if len(self._spare) < self.KEPT_MAX:
             self._spare.append(buffers)
 

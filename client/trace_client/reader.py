@@ -98,7 +98,9 @@ class Reader(OfOneProcess):
         buffers = out if out is not None else self._spare.take()
         arenas, deadline, target = self._channel.arenas, options["deadline"], self._channel.target
         arena = buffers.arena(arenas, layout.size, remaining(deadline, target))
-        if arena is None and not left(deadline):
+        if not left(deadline):
+            if out is None:
+                self._spare.give_back(buffers)  # with its arena: the next read need not attach one
             raise DeadlineExceeded(f"the server did not answer in time, {arenas.reason}, target={target}")
         if arena is not None:
             batch = view_microbatch(arena.array(), layout)
@@ -286,7 +288,8 @@ class Reader(OfOneProcess):
                 pinned memory on a stream of their own and ready on the current stream.
 
         A microbatch stays valid until the next one is drawn. Dropping the iterator, as leaving the loop does, stops the
-        thread; ``close()`` also waits for it.
+        thread; ``close()`` also waits for it. After Unavailable, DeadlineExceeded or another retryable error ``next``
+        reads the same microbatch again.
         """
         return Prefetch(
             lambda spans, buffers: self.read(spans, sites, out=buffers, **read_options), microbatches, depth, device

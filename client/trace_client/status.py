@@ -14,6 +14,7 @@ from rich.table import Table
 
 from trace_client.channel import Tls
 from trace_client.client import Client, Listed, connect
+from trace_store.errors import InvalidRequest
 
 STATUS_HELP = "show the state of a running server"
 LS_HELP = "list runs, the partitions of a run, or the trajectories of a partition"
@@ -86,8 +87,18 @@ def _parser(name: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _token(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeError) as error:
+        raise InvalidRequest(
+            f"--token-file cannot be read, path={path} cause={getattr(error, 'strerror', None) or error}",
+            argument="token",
+        ) from None
+
+
 def _connect(arguments: argparse.Namespace) -> Client:
-    token = arguments.token_file.read_text().strip() if arguments.token_file else None
+    token = _token(Path(arguments.token_file)) if arguments.token_file else None
     files = (arguments.tls_ca, arguments.tls_certificate, arguments.tls_key)
     tls = Tls(*files) if any(files) else None
     return connect(arguments.target, tls=tls, token=token)

@@ -242,6 +242,71 @@ class TestFleet:
         writer.close()
         assert writer.stored == 4 * 4, "counts outlive the stream"
 
+    def test_a_server_that_is_back_is_found_while_all_count_as_away(self, two: Any, records: Any) -> None:
+        servers, fleet = two
+        writer = fleet.writer("r", "p")
+        writer.append("a", 0, records(4))
+        writer.flush()
+        servers[0].kill()
+        with pytest.raises(Unavailable):
+            writer.seal("a", tokens=5, prompt_tokens=0)
+        writer.append("b", 0, records(4))
+        writer.flush()
+        writer.close()
+        for endpoint in fleet._fleet.endpoints:
+            endpoint.mark_down()
+        writer.append("b", 4, records(4, seed=1))
+        assert writer.seal("b", tokens=9, prompt_tokens=0).holes == ()
+
+    def test_an_error_in_the_block_is_the_callers_own(self, two: Any, records: Any) -> None:
+        servers, fleet = two
+        writer = fleet.writer("r", "p")
+
+        def block() -> None:
+            with writer:
+                writer.append("a", 0, records(4))
+                writer.flush()
+                servers[0].pause()
+                writer.append("a", 4, records(4, seed=1))
+                raise KeyError("mine")
+
+        with pytest.raises(KeyError, match="mine"):
+            block()
+        assert fleet._fleet.endpoints[0].healthy, "nothing was waited for"
+
+    def test_a_failover_under_threads_is_heard_once_by_each(self, two: Any, records: Any) -> None:
+        servers, fleet = two
+        writer = fleet.writer("r", "p")
+        writer.append("first", 0, records(4))
+        writer.flush()
+        heard = [0] * 8
+        started, killed = threading.Barrier(9, timeout=60), threading.Barrier(9, timeout=60)
+
+        def work(number: int) -> None:
+            for step in range(12):
+                if step == 3:
+                    started.wait()
+                    killed.wait()
+                try:
+                    writer.append(f"{number}-{step}", 0, records(4, seed=step))
+                    writer.flush()
+                except Unavailable:
+                    heard[number] += 1
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        started.wait()
+        servers[0].kill()
+        killed.wait()
+        for thread in threads:
+            thread.join(60)
+        assert max(heard) <= 1
+        assert [endpoint.healthy for endpoint in fleet._fleet.endpoints][1], "the one that works is not given up"
+        writer.flush()
+        names = {row.name for row in _list_of(servers[1])}
+        assert {f"{number}-{step}" for number in range(8) for step in range(4, 12)} <= names
+
     def test_a_close_that_failed_goes_to_the_next_server(self, two: Any, records: Any) -> None:
         servers, fleet = two
         writer = fleet.writer("r", "p")

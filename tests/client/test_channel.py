@@ -29,7 +29,9 @@ from trace_store.errors import (
 from trace_store.v1 import trace_store_service_pb2 as service_pb2
 
 
-@pytest.mark.parametrize("target", ["", "localhost", 7077, None])
+@pytest.mark.parametrize(
+    "target", ["", "localhost", 7077, None, "127.0.0.1:abc", "127.0.0.1:", ":7077", "127.0.0.1:65536"]
+)
 def test_bad_targets_are_refused(target: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         trace_client.connect(target)

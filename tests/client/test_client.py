@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import trace_client
+from trace_client.status import status_command
 from trace_store import Site
 from trace_store.errors import InvalidRequest, NotFound, SchemaMismatch
 
@@ -131,3 +133,8 @@ def test_a_closed_client_says_so(server: Any, records: Any, sites: tuple[Site, .
         with pytest.raises(InvalidRequest, match="closed") as caught:
             call()
         assert caught.value.argument == "client"
+
+
+def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=f"--token-file cannot be read, path={tmp_path}/none"):
+        status_command(["--token-file", f"{tmp_path}/none"])

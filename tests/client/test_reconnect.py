@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import trace_client
+from trace_client import arena as arena_module
 from trace_client import channel as channel_module
 from trace_client import writer as writer_module
 from trace_store.errors import DeadlineExceeded, Unavailable
@@ -189,6 +190,26 @@ class TestHanging:
             finally:
                 server.resume()
             assert reader.read([("t", 0, 8)]).missing, "and it answers again"
+
+    def test_a_read_that_had_no_time_left_for_its_rows_leaves_its_memory_to_the_next(
+        self, client: Any, sealed: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reader = client.reader(sealed, "p")
+        attached = []
+        attach = arena_module.Arenas._attach
+
+        def slow(self: Any, size: int, timeout_s: float) -> Any:
+            attached.append(attach(self, size, 60.0))
+            spent = time.monotonic() + timeout_s
+            while time.monotonic() < spent:  # mapping it took all the time there was
+                pass
+            return attached[-1]
+
+        monkeypatch.setattr(arena_module.Arenas, "_attach", slow)
+        with pytest.raises(DeadlineExceeded):
+            reader.read([("t", 0, 8)], timeout_s=0.05)
+        assert reader.read([("t", 0, 8)]).missing == []
+        assert len(attached) == 1
 
     def test_a_fleets_read_leaves_time_for_the_server_that_has_the_rows(
         self, new_server: Any, server: Any, sealed: str, sites: Any, records: Any
