@@ -130,6 +130,15 @@ def test_an_open_segment_is_unfinished_and_a_foreign_file_is_a_note(
     assert report["notes"] == ["no segment, file=README"]
 
 
+def test_a_segment_that_was_only_created_is_no_damage(directory: Path, segment: Path, capsys: Any) -> None:
+    """A server killed before its first record batch leaves an empty file, which its next start removes."""
+    segment.with_name("0000000009-00000000000000aa.open").touch()
+    status, report = verify(capsys, directory)
+    assert status == 0
+    assert not report["damaged"]
+    assert report["unfinished"] == 1
+
+
 def test_a_place_without_anything_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         command([str(tmp_path)])
