@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -231,15 +232,14 @@ class Engine:
             with self._volume.lock:
                 found = known.partitions.get(partition)
                 plan = plan_read(found, spans, sites, include_open=include_open, policy_version_min=policy_version_min)
-                if plan.missing:
-                    better = explain(plan.missing, spans, known, partition, unreadable=bool(failure))
-                    plan = replace(plan, missing=better)
-                return self._lease(found, plan, spans)
+                better = partial(explain, spans=spans, run=known, partition_name=partition, unreadable=bool(failure))
+                plan = replace(plan, missing=better(plan.missing), absent=better(plan.absent))
+                return self._lease(found, plan, spans, sites)
 
         if self._tier is None:
             return start("")
         read = start(self._tier.ensure(known, partition).failure)
-        if any(item.reason in _PERHAPS_ELSEWHERE for item in read.missing):
+        if any(item.reason in _PERHAPS_ELSEWHERE for item in read.not_found):
             read.close()
             read = start(self._tier.look_again(known, partition).failure)
         return read
@@ -338,10 +338,12 @@ class Engine:
         ranges = byte_ranges(segment.index.rows[rows])
         return replace(segment, source=ReadAhead(segment.source, ranges, self._tier.read_pool))
 
-    def _lease(self, partition: Partition | None, plan: ReadPlan, spans: Sequence[TokenSpan]) -> Read:
+    def _lease(
+        self, partition: Partition | None, plan: ReadPlan, spans: Sequence[TokenSpan], sites: Sequence[int]
+    ) -> Read:
         """Open the segments of a plan. Wants the lock held."""
         if partition is None:
-            return Read(plan, {}, spans)
+            return Read(plan, {}, spans, sites)
         leased: dict[int, OpenSegment] = {}
         spares: dict[int, OpenSegment] = {}
         wanted = set(plan.segment.tolist())
@@ -362,4 +364,4 @@ class Engine:
         def distrust(number: int) -> None:
             self._volume.distrust(partition, number)
 
-        return Read(plan, leased, spans, spares, distrust)
+        return Read(plan, leased, spans, sites, spares, distrust)

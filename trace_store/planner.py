@@ -40,9 +40,12 @@ class MissingReason(enum.IntEnum):
     NOT_UPLOADED = 8
 
 
+ALL_SITES = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Tokens [start, stop) of a site that request span ``span`` does not get."""
+    """Tokens [start, stop) of a site, or of ALL_SITES of the request, that request span ``span`` does not get."""
 
     span: int
     site: int
@@ -56,6 +59,8 @@ class ReadPlan:
     """Pieces as columns: rows [skip, skip + rows) of index row ``row`` in ``segment``, for ``dest_row`` of ``site``.
 
     ``doubles``: pieces for the same places that are served where those of the plan are damaged, best first.
+    ``absent``: spans of which nothing is visible, for ALL_SITES: the lock is held while a plan is made, and a million
+    entries would take a second.
     ``served``: for each span the number and version of the attempt that is read, None where none is visible.
     """
 
@@ -68,6 +73,7 @@ class ReadPlan:
     span: Column
     missing: tuple[Missing, ...]
     doubles: ReadPlan | None = None
+    absent: tuple[Missing, ...] = ()
     served: tuple[tuple[int, int] | None, ...] = ()
 
 
@@ -83,13 +89,14 @@ def plan_read(
     pieces: list[_Pieces] = []
     doubles: list[_Pieces] = []
     missing: list[Missing] = []
+    absent: list[Missing] = []
     selections: _Selections = {}
     served: list[tuple[int, int] | None] = []
     for number, span in enumerate(spans):
         found = _find(partition, span.trajectory, include_open)
         served.append(None if isinstance(found, MissingReason) else (found.number, found.version))
         if isinstance(found, MissingReason):
-            missing.extend(Missing(number, site, span.start, span.stop, found) for site in sites)
+            absent.append(Missing(number, ALL_SITES, span.start, span.stop, found))
             continue
         holdings = list(found.overlapping(span.start, span.stop))
         gap_count = len(missing)
@@ -102,7 +109,7 @@ def plan_read(
     plan = _plan(table, tuple(missing), others)
     if policy_version_min and partition is not None:
         plan = _drop_stale(plan, partition, spans, policy_version_min)
-    return replace(plan, served=tuple(served))
+    return replace(plan, absent=tuple(absent), served=tuple(served))
 
 
 def _plan(columns: _Pieces, missing: tuple[Missing, ...], doubles: ReadPlan | None = None) -> ReadPlan:

@@ -8,6 +8,7 @@ checksums, the rows come from there, and the owner is told to stop trusting the 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import cached_property
 from types import TracebackType
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from trace_store.fetch import OpenSegment, Slice, Undelivered, fetch
 from trace_store.gather.gather import gather
 from trace_store.gather.places import Places, file_order, select
-from trace_store.planner import Missing, ReadPlan
+from trace_store.planner import ALL_SITES, Missing, ReadPlan
 from trace_store.record import TokenSpan
 from trace_store.rescue import Rescue
 from trace_store.segment.schema import SEALED_SUFFIX
@@ -30,14 +31,25 @@ class Read:
         plan: ReadPlan,
         segments: dict[int, OpenSegment],
         spans: Sequence[TokenSpan],
+        sites: Sequence[int],
         spares: Mapping[int, OpenSegment] | None = None,
         on_damage: Callable[[int], None] = lambda number: None,
     ) -> None:
         """``spares`` are other copies of segments, by number; ``on_damage`` hears which ones had to stand in."""
-        self._plan, self._segments, self._spans = plan, segments, spans
+        self._plan, self._segments, self._spans, self._sites = plan, segments, spans, sites
         self._spares, self._on_damage = spares or {}, on_damage
-        self.missing: list[Missing] = list(plan.missing)
+        self.not_found = (*plan.absent, *plan.missing)
+        """What the plan did not find, for ALL_SITES where it found nothing."""
         self.served = plan.served
+
+    @cached_property
+    def missing(self) -> list[Missing]:
+        """What was not found or could not be served, a site each. May take a second for a million of them."""
+        return [
+            Missing(item.span, site, item.start, item.stop, item.reason)
+            for item in self.not_found
+            for site in (self._sites if item.site == ALL_SITES else (item.site,))
+        ]
 
     def __iter__(self) -> Iterator[Slice]:
         lost = yield from _slices(self._plan, self._segments)

@@ -452,3 +452,12 @@ def test_a_read_that_names_more_than_a_plan_may_hold_is_refused(store: Any, monk
     with pytest.raises(InvalidRequest, match="split it") as caught:
         store.engine.read("run", "p", spans, (0, 1))
     assert caught.value.argument == "spans"
+
+
+def test_a_trajectory_that_is_not_there_costs_a_plan_one_entry(store: Any) -> None:
+    """The catalog is locked while a plan is made: a microbatch of a mistyped partition must not hold up the writers."""
+    store.append("t", 0, 4)
+    spans = [TokenSpan(f"unknown {number}", 0, 4, 4 * number) for number in range(50)]
+    with store.engine.read("run", "step-1", spans, (0, 1, 2)) as read:
+        assert len(read.not_found) == 50
+        assert {(item.span, item.site) for item in read.missing} == {(s, site) for s in range(50) for site in (0, 1, 2)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given, settings
@@ -9,10 +11,17 @@ from hypothesis import strategies as st
 
 from trace_store import Site, TokenSpan
 from trace_store.catalog import Partition, Run
-from trace_store.planner import MissingReason, plan_read
+from trace_store.planner import ALL_SITES, Missing, MissingReason, ReadPlan, plan_read
 
 TABLE = tuple(Site(layer, "moe_in", 16) for layer in range(3))
 GROUPS = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 6), st.sets(st.integers(0, 2), min_size=1)), max_size=6)
+
+
+def missing_of(plan: ReadPlan, sites: Sequence[int]) -> list[Missing]:
+    """What a plan did not find, a site each."""
+    each = [replace(item, site=site) for item in plan.absent for site in sites]
+    assert all(item.site == ALL_SITES for item in plan.absent)
+    return [*plan.missing, *each]
 
 
 def make_partition(groups: list[tuple[int, int, set[int]]]) -> tuple[Partition, dict[tuple[int, int], int]]:
@@ -46,7 +55,7 @@ def test_every_row_is_planned_once(groups: list[tuple[int, int, set[int]]], want
             key = (int(number), int(site), span.start + int(dest) - span.dest_row + offset)
             assert key not in seen
             seen[key] = int(segment)
-    for gap in plan.missing:
+    for gap in missing_of(plan, (2, 0)):
         expected = MissingReason.NOT_RECORDED if partition.trajectories else MissingReason.UNKNOWN_TRAJECTORY
         assert gap.reason == expected
         for token in range(gap.start, gap.stop):
@@ -89,10 +98,10 @@ def test_a_row_that_is_held_twice_is_planned_once_and_every_other_copy_is_kept_i
             assert all(len(segments) == 1 for segments in found.values())
     wanted = {(site, token) for site in (2, 0) for token in range(first, first + length)}
     assert found == {key: segments for key, segments in holders.items() if key in wanted}
-    gaps = {(gap.site, token) for gap in plan.missing for token in range(gap.start, gap.stop)}
+    gaps = {(gap.site, token) for gap in missing_of(plan, (2, 0)) for token in range(gap.start, gap.stop)}
     assert gaps == wanted - holders.keys()
 
 
 def test_nothing_is_known_of_an_unknown_partition() -> None:
     plan = plan_read(None, [TokenSpan("t", 0, 3)], [0, 1], include_open=True, policy_version_min=0)
-    assert [(gap.site, gap.start, gap.stop) for gap in plan.missing] == [(0, 0, 3), (1, 0, 3)]
+    assert [(gap.site, gap.start, gap.stop) for gap in plan.absent] == [(ALL_SITES, 0, 3)]
