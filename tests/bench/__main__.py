@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 
-from tests.bench import bare_grpc_peer, flight_peer, protobuf_peer, redis_peer
+from tests.bench import bare_grpc_peer, flight_peer, protobuf_peer, ray_peer, redis_peer
 from trace_client.bench.command import run
 from trace_client.bench.measure import Path
 from trace_client.bench.records import Load, Pool
@@ -33,7 +33,7 @@ def make_peers(load: Load, pool: Pool, directory: FilePath) -> Sequence[Path]:
     """The paths of every peer that is installed. Values are one append each: all codes, then all scales."""
     values = [pool.joined(number) for number in range(load.size // load.append_bytes)]
     paths: list[Path] = []
-    for module in (redis_peer, flight_peer, protobuf_peer, bare_grpc_peer):
+    for module in (redis_peer, flight_peer, protobuf_peer, bare_grpc_peer, ray_peer):
         missing = module.missing()
         if missing:
             print(f"left out: {module.__name__.rpartition('.')[2]}, {missing}", file=sys.stderr)
