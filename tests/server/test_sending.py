@@ -86,3 +86,22 @@ def test_a_reader_that_takes_each_message_late_is_not_given_up(monkeypatch: pyte
 
     asyncio.run(run())
     assert len(sent) == 8
+
+
+def test_a_pause_between_messages_is_not_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that takes its time for the next message must not cut off a client that took the last one at once."""
+    monkeypatch.setattr(sending, "STALLED_READER_S", 0.05)
+    sent: list[bytes] = []
+
+    class Prompt(Stuck):
+        async def write(self, message: bytes) -> None:
+            sent.append(message)
+
+    async def run() -> None:
+        async with sending.BoundedSender(Prompt()) as sender:
+            for _ in range(2):
+                await sender.send(b"x")
+                await asyncio.sleep(0.2)
+
+    asyncio.run(run())
+    assert len(sent) == 2
